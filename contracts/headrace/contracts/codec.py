@@ -1,0 +1,79 @@
+"""Bytes and headers: one encoder, one decoder for each message, one schema header.
+
+Every message travels as JSON with `Headrace-Schema: <message>/<version>`. A missing header is taken as
+the expected schema (people publish by hand); a different one is `Undecodable`, and so are bytes that do
+not fit the Struct. Error texts name the field and never quote the payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from headrace.contracts import messages as m
+from headrace.contracts.errors import Undecodable
+
+SCHEMA_HEADER: Final = "Headrace-Schema"
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder(order="deterministic")
+_fast_encoder = msgspec.json.Encoder()
+
+
+class Schema(Generic[T]):
+    """Codec of one message: its schema name, and `encode`/`decode` in both directions."""
+
+    __slots__ = ("_decode", "name", "type")
+
+    def __init__(self, name: str, type_: Any) -> None:
+        self.name = name
+        self.type = type_
+        self._decode = msgspec.json.Decoder(type_).decode
+
+    def encode(self, message: T) -> bytes:
+        """JSON of `message`, compact, fields in the order of the Struct."""
+        return _fast_encoder.encode(message)
+
+    def decode(self, data: bytes, headers: Mapping[str, str] | None = None) -> T:
+        """The message in `data`; raise `Undecodable` if header or bytes do not fit."""
+        if headers:
+            named = headers.get(SCHEMA_HEADER)
+            if named is not None and named != self.name:
+                msg = f"schema {named[:80]!r} where {self.name!r} is expected"
+                raise Undecodable(msg)
+        try:
+            return self._decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+            # UnicodeDecodeError is a ValueError whose text quotes bytes; the others name only the field.
+            why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)[:300]
+            msg = f"not a {self.name}: {why}"
+            raise Undecodable(msg) from None
+
+
+TASK: Final = Schema[m.Task]("task/1", m.Task)
+RESULT: Final = Schema[m.Result]("result/1", m.Result)
+MANIFEST: Final = Schema[m.Manifest]("manifest/1", m.Manifest)
+JOB_EVENT: Final = Schema[m.JobEvent]("job-event/1", m.JobEvent)
+DEAD_LETTER: Final = Schema[m.DeadLetter]("dead-letter/1", m.DeadLetter)
+FUNCTION: Final = Schema[m.FunctionSpec]("function/1", m.FunctionSpec)
+WORKER_REPORT: Final = Schema[m.WorkerReport]("worker-report/1", m.WorkerReport)
+
+SCHEMAS: Final[tuple[Schema[Any], ...]] = (
+    TASK,
+    RESULT,
+    MANIFEST,
+    JOB_EVENT,
+    DEAD_LETTER,
+    FUNCTION,
+    WORKER_REPORT,
+)
+
+
+def fingerprint(value: Any) -> str:
+    """Sixteen hex digits that are equal for equal values: sha256 of the canonical JSON (sorted keys)."""
+    return hashlib.sha256(_encoder.encode(value)).hexdigest()[:16]

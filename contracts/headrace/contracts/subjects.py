@@ -1,0 +1,125 @@
+"""Every subject of Headrace, built and taken apart in one place.
+
+All tokens are validated before they are used; the prefix (`hr`) is a setting so that two meshes can
+share one account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.contracts.errors import InvalidInput
+from headrace.contracts.names import Lane, check_token
+
+DEFAULT_PREFIX = "hr"
+MAX_SHAPE = 24
+"""Largest shape: 2^24 tokens, more than any model's context."""
+
+
+def shape_of(tokens: int) -> int:
+    """Return the smallest k with `tokens` <= 2**k; 0 for rows without tokens.
+
+    >>> [shape_of(n) for n in (0, 1, 2, 3, 64, 65)]
+    [0, 0, 1, 2, 6, 7]
+    """
+    return (tokens - 1).bit_length() if tokens > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAddress:
+    """What the subject of a task says of it."""
+
+    function: str
+    lane: Lane
+    shape: int
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Builders for each subject, all under one validated `prefix`."""
+
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        check_token("prefix", self.prefix)
+
+    # --- tasks -------------------------------------------------------------------------------------
+    def task(self, function: str, lane: Lane | str, shape: int, job: str) -> str:
+        """Subject of one task: `hr.tasks.<function>.<lane>.t<k>.<job>`."""
+        check_token("function", function)
+        check_token("job", job)
+        return f"{self.prefix}.tasks.{function}.{_lane(lane)}.t{_shape(shape)}.{job}"
+
+    def tasks_of_shape(self, function: str, lane: Lane | str, shape: int) -> str:
+        """Filter of the one durable consumer of a (function, lane, shape)."""
+        check_token("function", function)
+        return f"{self.prefix}.tasks.{function}.{_lane(lane)}.t{_shape(shape)}.>"
+
+    def tasks_of_job(self, job: str) -> str:
+        """Filter matching the waiting and leased tasks of a job, and not its manifest."""
+        return f"{self.prefix}.tasks.*.*.*.{check_token('job', job)}"
+
+    def manifest(self, job: str) -> str:
+        """Subject of a job's progress record, in the stream of its tasks."""
+        return f"{self.prefix}.tasks.manifest.{check_token('job', job)}"
+
+    def parse_task(self, subject: str) -> TaskAddress:
+        """Take a task's subject apart; raise `InvalidInput` if it is none."""
+        parts = subject.split(".")
+        if len(parts) != 6 or parts[0] != self.prefix or parts[1] != "tasks" or parts[4][:1] != "t":
+            msg = f"subject {subject[:200]!r} is not a task's"
+            raise InvalidInput(msg, field="subject")
+        try:
+            return TaskAddress(parts[2], Lane(parts[3]), int(parts[4][1:]), parts[5])
+        except ValueError as e:
+            msg = f"subject {subject[:200]!r} is not a task's: {e}"
+            raise InvalidInput(msg, field="subject") from e
+
+    # --- results -----------------------------------------------------------------------------------
+    def result(self, sink: str, function: str, job: str) -> str:
+        """Subject of one result: `hr.results.<sink>.<function>.<job>`; sink is `job` or `call`."""
+        check_token("function", function)
+        return f"{self.prefix}.results.{check_token('sink', sink)}.{function}.{check_token('job', job)}"
+
+    def results_of_sink(self, sink: str) -> str:
+        """Filter of the one consumer of a sink."""
+        return f"{self.prefix}.results.{check_token('sink', sink)}.>"
+
+    def results_of_job(self, job: str) -> str:
+        """Filter matching the stored results of a job that its sink has not acked."""
+        return f"{self.prefix}.results.job.*.{check_token('job', job)}"
+
+    # --- jobs --------------------------------------------------------------------------------------
+    def job_event(self, job: str, event: str) -> str:
+        """Subject of a job event: `hr.jobs.<job>.<event>`."""
+        return f"{self.prefix}.jobs.{check_token('job', job)}.{check_token('event', event)}"
+
+    def all_jobs(self) -> str:
+        """Filter of every job event."""
+        return f"{self.prefix}.jobs.>"
+
+    # --- dead letters, front door, registry --------------------------------------------------------
+    def dead(self, origin: str) -> str:
+        """Subject of dead letters that came from the stream or service `origin`."""
+        return f"{self.prefix}.dead.{check_token('origin', origin)}"
+
+    def api(self, name: str) -> str:
+        """Request subject of the front door: `hr.api.<name>` (never inside a stream)."""
+        return f"{self.prefix}.api." + ".".join(check_token("endpoint", part) for part in name.split("."))
+
+
+def _lane(lane: Lane | str) -> str:
+    try:
+        return Lane(lane).value
+    except ValueError:
+        known = ", ".join(Lane)
+        msg = f"lane {str(lane)[:80]!r} is unknown: use one of {known}"
+        raise InvalidInput(msg, field="lane", code="invalid_name") from None
+
+
+def _shape(shape: int) -> int:
+    if not 0 <= shape <= MAX_SHAPE:
+        msg = f"shape {shape} is outside 0..{MAX_SHAPE}"
+        raise InvalidInput(msg, field="shape")
+    return shape

@@ -1,0 +1,207 @@
+"""The streams, buckets and durable consumers of the mesh: one table, from which everything is provisioned.
+
+Reasons for the settings stand beside them; the facts behind them were tried on nats-server 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from headrace.contracts.messages import FunctionSpec
+from headrace.contracts.names import Lane
+from headrace.contracts.subjects import Subjects
+
+GIB = 1 << 30
+MIN_SERVER = (2, 15, 1)
+
+
+class StreamSpec(Struct, frozen=True, kw_only=True):
+    """Configuration of one stream, in the words of JetStream's API. Times in nanoseconds, sizes in bytes."""
+
+    name: str
+    subjects: list[str]
+    retention: Literal["workqueue", "limits"]
+    discard: Literal["new", "old"] = "new"
+    max_bytes: int = -1
+    max_msgs: int = -1
+    max_age: int = 0
+    max_msgs_per_subject: int = -1
+    duplicate_window: int = 120_000_000_000
+    allow_atomic: bool = False
+    allow_direct: bool = False
+    deny_delete: bool = False
+    deny_purge: bool = False
+    allow_rollup_hdrs: bool = False
+    description: str = ""
+
+    def config(self, *, replicas: int = 1) -> dict[str, Any]:
+        """The `STREAM.CREATE` body."""
+        body: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "subjects": self.subjects,
+            "retention": self.retention,
+            "storage": "file",
+            "discard": self.discard,
+            "max_consumers": -1,
+            "max_msgs": self.max_msgs,
+            "max_bytes": self.max_bytes,
+            "max_age": self.max_age,
+            "max_msgs_per_subject": self.max_msgs_per_subject,
+            "max_msg_size": -1,
+            "num_replicas": replicas,
+            "duplicate_window": min(self.duplicate_window, self.max_age) if self.max_age else self.duplicate_window,
+            "allow_direct": self.allow_direct,
+            "deny_delete": self.deny_delete,
+            "deny_purge": self.deny_purge,
+            "allow_rollup_hdrs": self.allow_rollup_hdrs,
+        }
+        if self.allow_atomic:
+            body["allow_atomic"] = True
+        return body
+
+
+class ConsumerSpec(Struct, frozen=True, kw_only=True):
+    """Configuration of one durable pull consumer with explicit ack.
+
+    `max_deliver` is -1 always: tries are counted from the delivery metadata before the item runs, since
+    a message that JetStream gave up on stays in the stream unseen.
+    """
+
+    stream: str
+    durable: str
+    filter_subject: str
+    ack_wait_s: float = 30.0
+    max_ack_pending: int = 10_000
+    deliver_policy: Literal["all", "last_per_subject"] = "all"
+
+    def config(self) -> dict[str, Any]:
+        """The `config` part of a `CONSUMER.CREATE` body."""
+        return {
+            "durable_name": self.durable,
+            "name": self.durable,
+            "filter_subject": self.filter_subject,
+            "ack_policy": "explicit",
+            "ack_wait": int(self.ack_wait_s * 1e9),
+            "max_deliver": -1,
+            "max_ack_pending": self.max_ack_pending,
+            "max_waiting": 512,
+            "deliver_policy": self.deliver_policy,
+            "replay_policy": "instant",
+        }
+
+
+class Topology:
+    """Names and specifications of every stream and consumer under one prefix.
+
+    Stream names carry the prefix too (`HR_TASKS`), so that meshes with other prefixes stand apart.
+    """
+
+    def __init__(self, subjects: Subjects | None = None, *, ack_wait_s: float = 30.0, max_bytes: int = -1) -> None:
+        self.subjects = subjects or Subjects()
+        self.ack_wait_s = ack_wait_s
+        self.max_bytes = max_bytes
+        p = self.subjects.prefix.upper().replace("-", "_")
+        self.tasks, self.results, self.jobs, self.dead = f"{p}_TASKS", f"{p}_RESULTS", f"{p}_JOBS", f"{p}_DEAD"
+        self.functions_bucket, self.workers_bucket = f"{p}_functions", f"{p}_workers"
+
+    def streams(self) -> list[StreamSpec]:
+        """Every stream of the task path, buckets included."""
+        p = self.subjects.prefix
+        return [
+            StreamSpec(
+                name=self.tasks,
+                subjects=[f"{p}.tasks.>"],
+                retention="workqueue",
+                allow_atomic=True,
+                allow_direct=True,
+                max_bytes=self.max_bytes,
+                description="waiting and leased work; a full queue refuses",
+            ),
+            StreamSpec(
+                name=self.results,
+                subjects=[f"{p}.results.>"],
+                retention="workqueue",
+                allow_atomic=True,
+                allow_direct=True,
+                max_bytes=self.max_bytes,
+                description="stored results that are not yet landed",
+            ),
+            StreamSpec(
+                name=self.jobs,
+                subjects=[f"{p}.jobs.>"],
+                retention="limits",
+                allow_direct=True,
+                description="opened, sealed, cancelled, completed: the life of each job",
+            ),
+            StreamSpec(
+                name=self.dead,
+                subjects=[f"{p}.dead.>"],
+                retention="limits",
+                allow_direct=True,
+                description="messages that no consumer could take, whole",
+            ),
+            _bucket(self.functions_bucket, "registered functions"),
+            _bucket(self.workers_bucket, "reports of running workers", max_age_s=15.0),
+        ]
+
+    def task_consumer(self, function: str, lane: Lane | str, shape: int, *, max_ack_pending: int = 20_000) -> ConsumerSpec:
+        """The consumer of one (function, lane, shape)."""
+        return ConsumerSpec(
+            stream=self.tasks,
+            durable=f"{function}-{Lane(lane).value}-t{shape}",
+            filter_subject=self.subjects.tasks_of_shape(function, lane, shape),
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=max_ack_pending,
+        )
+
+    def function_consumers(self, spec: FunctionSpec) -> list[ConsumerSpec]:
+        """The consumers of all lanes and shapes of a registered function."""
+        return [self.task_consumer(spec.name, lane, shape) for lane in spec.lanes for shape in spec.shapes()]
+
+    def completion_consumers(self) -> list[ConsumerSpec]:
+        """What the completion service pulls from."""
+        return [self.results_consumer(), self.jobs_consumer(), self.dead_consumer()]
+
+    def results_consumer(self) -> ConsumerSpec:
+        """Results of jobs, for landing."""
+        return ConsumerSpec(
+            stream=self.results,
+            durable="completion",
+            filter_subject=self.subjects.results_of_sink("job"),
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=50_000,
+        )
+
+    def jobs_consumer(self) -> ConsumerSpec:
+        """Job events, for the states of jobs."""
+        return ConsumerSpec(
+            stream=self.jobs, durable="completion", filter_subject=self.subjects.all_jobs(), ack_wait_s=self.ack_wait_s
+        )
+
+    def dead_consumer(self) -> ConsumerSpec:
+        """Dead letters, for the table `dead`."""
+        return ConsumerSpec(
+            stream=self.dead,
+            durable="completion",
+            filter_subject=f"{self.subjects.prefix}.dead.>",
+            ack_wait_s=self.ack_wait_s,
+        )
+
+
+def _bucket(name: str, description: str, *, max_age_s: float = 0.0) -> StreamSpec:
+    """A key-value bucket as JetStream keeps it: one value a key; new values replace old ones."""
+    return StreamSpec(
+        name=f"KV_{name}",
+        subjects=[f"$KV.{name}.>"],
+        retention="limits",
+        discard="new",
+        max_msgs_per_subject=1,
+        max_age=int(max_age_s * 1e9),
+        allow_direct=True,
+        deny_delete=True,
+        allow_rollup_hdrs=True,
+        description=description,
+    )

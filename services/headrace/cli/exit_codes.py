@@ -1,0 +1,38 @@
+"""Every exit code of the command in one table; `--help` and docs/cli.md print it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from headrace.contracts.errors import HeadraceError, InvalidInput
+
+
+class Exit(IntEnum):
+    """How a command ended."""
+
+    OK = 0
+    FAILED = 1
+    INVALID = 2
+    ITEMS_FAILED = 3
+    CANCELLED = 4
+    TIMED_OUT = 5
+    INTERRUPTED = 130
+
+
+MEANINGS: Final[dict[Exit, str]] = {
+    Exit.OK: "done, and everything that was asked holds",
+    Exit.FAILED: "not done: no mesh, broker or service trouble, a conflict, an audit or a check that does not hold",
+    Exit.INVALID: "wrong usage, or bad input (`submit` names each line)",
+    Exit.ITEMS_FAILED: "`watch`, `demo`: the job ended, and some of its items are failed or dead",
+    Exit.CANCELLED: "`watch`, `demo`: the job was cancelled",
+    Exit.TIMED_OUT: "`watch --timeout`: the job had not ended in that time (it goes on)",
+    Exit.INTERRUPTED: "Ctrl-C; what was stored stays stored",
+}
+
+EPILOG: Final = "Exit codes:\n\n" + "\n\n".join(f"{int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
+
+
+def exit_code_of(error: HeadraceError) -> Exit:
+    """The exit code of a command that ends with `error`."""
+    return Exit.INVALID if isinstance(error, InvalidInput) else Exit.FAILED

@@ -1,0 +1,88 @@
+"""What goes to the terminal: answers to standard output, everything else to standard error.
+
+Standard output stays parseable: with `--json` it carries JSON only. Progress, warnings and errors are
+for people and go to standard error, so that a pipe never meets them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_json(value: Any) -> None:
+    """One compact JSON document and a newline on standard output."""
+    sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
+    sys.stdout.flush()
+
+
+def print_line(text: str) -> None:
+    """One line on standard output, at once even into a pipe."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """One line for people on standard error; nobody there to read it is no error."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        return
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console; what is piped keeps its width, so that tables are not cut at 80 columns."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """A table on standard output; None shows as nothing, numbers stand right."""
+    from rich.markup import escape
+
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    cells = [list(row) for row in rows]
+    for i, column in enumerate(columns):
+        numeric = all(isinstance(row[i], int | float) or row[i] is None for row in cells)
+        table.add_column(escape(column), justify="right" if numeric and cells else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(escape(shown(cell)) for cell in row))
+    console().print(table)
+
+
+def shown(value: object) -> str:
+    """`value` as a table's cell."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, str):
+        return value
+    return msgspec.json.encode(value, enc_hook=str).decode()
+
+
+def clock_text(seconds: float | None) -> str:
+    """A duration for people: `-`, `3.2 s`, `4 m 07 s`, `2 h 05 m`."""
+    if seconds is None or seconds < 0:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} m {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} m"

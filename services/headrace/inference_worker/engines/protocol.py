@@ -1,0 +1,104 @@
+"""What an engine is to the worker: capacity, `run`, and progress in tokens.
+
+An item's own error never ends the engine (`ItemFailed`), and an engine's death never ends an item
+(`EngineDied`: the worker gives the leases back). Cancelling the coroutine of `run` aborts the item
+inside the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from msgspec import Raw, Struct
+
+from headrace.contracts.generation import Generation
+from headrace.contracts.messages import Choice, ItemError, Prompt, Usage
+
+
+class ItemFailed(Exception):
+    """The item itself is wrong or refused; final for this item, harmless to its neighbours."""
+
+    def __init__(self, type_: str, message: str, *, field: str | None = None) -> None:
+        super().__init__(f"{type_}: {message}")
+        self.error = ItemError(type=type_, message=message[:2048], field=field)
+
+
+class EngineDied(Exception):
+    """The engine cannot go on; everything in it is suspect and its leases go back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine can hold. Tokens are KV-cache tokens; 0 for a limit means there is none.
+
+    `slots`: items that run at once; the worker keeps the engine's waiting queue from running empty by
+    sending up to `slots * 1.125` when `queues` is true (the engine has a waiting queue of its own).
+    """
+
+    engine: str
+    model: str
+    slots: int
+    capacity_tokens: int
+    max_model_len: int = 0
+    vocab_size: int = 0
+    tokenizer: str = ""
+    tokenizer_fingerprint: str = ""
+    queues: bool = False
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """One item for an engine. `id` is unique per attempt. `max_tokens` is resolved (never None)."""
+
+    id: str
+    prompt: Prompt
+    params: Generation
+    max_tokens: int
+    prompt_tokens: int = 0
+    """As estimated or counted by the client; `prepare` gives the exact number where the engine can count."""
+    chat: bool = False
+    traceparent: str | None = None
+
+
+class Output(Struct, frozen=True, kw_only=True):
+    """What came of an item: completions of a model, or the value of a function over a row."""
+
+    choices: list[Choice] = []
+    usage: Usage = Usage()
+    value: Raw | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One model (or function) being run. All methods are called from one event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Capacity and identity; valid after `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model. Raise `HeadraceError` with one sentence if it cannot be (path, memory, package)."""
+        ...
+
+    async def stop(self) -> None:
+        """Free everything, child processes included; idempotent; pending `run` calls raise `EngineDied`."""
+        ...
+
+    def prepare(self, work: Work) -> Work:
+        """Tokenise and check an item before it is admitted: exact `prompt_tokens`, unsupported parameters,
+        ids against the vocabulary, length against the model. Raise `ItemFailed` (`too_long`, `invalid_token`,
+        `invalid_parameter`, `unsupported_parameter`, `invalid_prompt`). Cheap: no model step."""
+        ...
+
+    async def run(self, work: Work) -> Output:
+        """Run one prepared item to its end. Concurrent calls batch. Raise `ItemFailed` or `EngineDied`."""
+        ...
+
+    def tokens_generated(self) -> int:
+        """Monotonic count of tokens produced since `start`: what the watchdog watches."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Cheap figures for reports and benchmarks: at least `steps` and `running` where the engine knows them."""
+        ...

@@ -1,0 +1,244 @@
+"""One connection to the broker, with its own inbox prefix, endless reconnects and a reply multiplexer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.nuid import NUID
+
+from headrace.contracts.errors import Unavailable
+from headrace.contracts.names import check_token
+from headrace.contracts.subjects import Subjects
+from headrace.contracts.topology import Topology
+from headrace.mesh import wire
+from headrace.mesh.settings import Settings
+from headrace.mesh.wire import OutMessage
+
+log = logging.getLogger("headrace.mesh")
+
+FIRST_CONNECT_TRIES_S = 5.0
+MAX_BACKOFF_S = 5.0
+NO_RESPONDERS = "503"
+
+
+def backoff_s(attempt: int, *, base: float = 0.05, cap: float = MAX_BACKOFF_S) -> float:
+    """Delay before try `attempt` (0, 1, ...): exponential with full jitter in its upper half, in seconds."""
+    full = min(cap, base * 2.0 ** min(attempt, 16))
+    return full * random.uniform(0.5, 1.0)  # noqa: S311  (jitter, not a secret)
+
+
+class Mesh:
+    """A connected client of the mesh: what every service and producer holds exactly one of.
+
+    `closed` is set once the connection is closed for good; a service that sees it ends and is
+    restarted. While the broker is away the connection tries again for ever, with back-off and one log
+    line for each try.
+    """
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self.settings = settings
+        self.name = check_token("name", name)
+        self.subjects = Subjects(settings.prefix)
+        self.topology = Topology(self.subjects, ack_wait_s=settings.ack_wait_s, max_bytes=settings.max_bytes)
+        self.nc: Any = Client()
+        self.closed = asyncio.Event()
+        self._reconnected: list[Callable[[], None]] = []
+        self._inbox = f"_INBOX.{self.name}.{NUID().next().decode()}"
+        self._numbers = itertools.count()
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._attempts = 0
+        self._down = False
+
+    @classmethod
+    async def connect(cls, settings: Settings, *, name: str) -> Self:
+        """Connect and return; raise `Unavailable` naming the address if nobody answers for five seconds."""
+        mesh = cls(settings, name)
+        await mesh._open()
+        return mesh
+
+    async def _open(self) -> None:
+        s = self.settings
+        options: dict[str, Any] = {
+            "servers": s.url.split(","),
+            "name": f"headrace-{self.name}",
+            "inbox_prefix": f"_INBOX.{self.name}",
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.05,
+            "ping_interval": 20,
+            "connect_timeout": 2,
+            "pending_size": 8 << 20,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnect,
+            "reconnected_cb": self._on_reconnect,
+            "closed_cb": self._on_closed,
+            "reconnect_to_server_handler": self._pick_server,
+            "user_credentials": s.creds,
+            "user": s.user,
+            "password": s.password,
+            "token": s.token,
+        }
+        deadline = asyncio.get_running_loop().time() + FIRST_CONNECT_TRIES_S
+        attempt = 0
+        while True:
+            try:
+                # Without reconnecting, so that a first failure is reported instead of retried for ever.
+                probe = Client()
+                await probe.connect(**{**options, "allow_reconnect": False, "closed_cb": None, "error_cb": _ignore,
+                                       "reconnect_to_server_handler": None, "disconnected_cb": None})  # fmt: skip
+                await probe.close()
+                break
+            except (OSError, TimeoutError, nats.errors.Error, asyncio.TimeoutError) as e:
+                if asyncio.get_running_loop().time() > deadline or isinstance(e, nats.errors.AuthorizationError):
+                    msg = f"no broker answers at {_shown(s.url)}: {e or type(e).__name__}"
+                    raise Unavailable(msg) from None
+                await asyncio.sleep(backoff_s(attempt))
+                attempt += 1
+        await self.nc.connect(**options)
+        await self.nc.subscribe(f"{self._inbox}.r.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    # --- properties --------------------------------------------------------------------------------
+    @property
+    def max_payload(self) -> int:
+        """Largest payload plus headers that the broker takes, in bytes."""
+        return int(self.nc.max_payload)
+
+    @property
+    def connected(self) -> bool:
+        """Whether TCP is up right now (not: whether anything is received)."""
+        return bool(self.nc.is_connected)
+
+    @property
+    def server_version(self) -> str:
+        """The broker's version, as it says itself."""
+        return str(self.nc.connected_server_version)
+
+    def inbox(self) -> str:
+        """A fresh subject under this connection's own prefix."""
+        return f"{self._inbox}.i{next(self._numbers)}"
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after each reconnect: pulls of the old connection are gone then."""
+        self._reconnected.append(callback)
+
+    def off_reconnect(self, callback: Callable[[], None]) -> None:
+        """Undo `on_reconnect`."""
+        if callback in self._reconnected:
+            self._reconnected.remove(callback)
+
+    # --- requests ----------------------------------------------------------------------------------
+    async def request(
+        self, subject: str, data: bytes, *, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None
+    ) -> Msg:
+        """Ask and return the one reply; `Unavailable` if nobody serves `subject` or the time is over."""
+        block = wire.header_block(headers) if headers else b""
+        return await self.ask(OutMessage(subject, data, block), timeout_s=timeout_s)
+
+    async def ask(self, message: OutMessage, *, timeout_s: float = 5.0, more_headers: bytes = b"") -> Msg:
+        """`request` for a prepared message."""
+        wire.check_size(message, self.max_payload, len(more_headers))
+        future, reply = self._expect()
+        try:
+            await wire.send(self.nc, (wire.frame(message, reply, more_headers),))
+            async with asyncio.timeout(timeout_s):
+                answer = await future
+        except TimeoutError:
+            msg = f"no answer on {message.subject} within {timeout_s:g} s"
+            raise Unavailable(msg) from None
+        finally:
+            self._waiting.pop(reply, None)
+        if answer.headers and answer.headers.get("Status") == NO_RESPONDERS:
+            msg = f"nobody serves {message.subject}"
+            raise Unavailable(msg, code="no_responders")
+        return answer
+
+    def _expect(self) -> tuple[asyncio.Future[Msg], str]:
+        reply = f"{self._inbox}.r.{next(self._numbers)}"
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[reply] = future
+        return future, reply
+
+    async def _on_reply(self, msg: Msg) -> None:
+        future = self._waiting.pop(msg.subject, None)
+        if future is not None and not future.done():
+            future.set_result(msg)
+
+    async def publish(self, message: OutMessage, reply: str = "") -> None:
+        """Send without waiting for anything (acks, in-progress, reports). Not for work: that wants a PubAck."""
+        wire.check_size(message, self.max_payload)
+        await wire.send(self.nc, (wire.frame(message, reply),))
+
+    async def publish_frames(self, frames: list[bytes]) -> None:
+        """Send prepared frames in one piece."""
+        await wire.send(self.nc, frames)
+
+    async def flush(self, timeout_s: float = 5.0) -> None:
+        """Return once the broker has read all that was sent before; `Unavailable` after `timeout_s`."""
+        try:
+            await self.nc.flush(timeout_s)
+        except (nats.errors.Error, TimeoutError) as e:
+            msg = f"the broker did not answer a ping within {timeout_s:g} s"
+            raise Unavailable(msg) from e
+
+    # --- life --------------------------------------------------------------------------------------
+    async def close(self) -> None:
+        """Flush what is buffered and close; safe to call twice."""
+        if not self.nc.is_closed:
+            await self.nc.close()
+        self.closed.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _pick_server(self, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
+        """Choose the next server and how long to wait before it: the back-off that nats-py lacks."""
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        delay = 0.0 if attempt == 0 else backoff_s(attempt - 1)
+        if attempt:
+            log.warning("broker is away", extra={"attempt": attempt, "retry_in_s": round(delay, 2)})
+        return servers[attempt % len(servers)], delay
+
+    async def _on_error(self, error: Exception) -> None:
+        # While reconnecting every failed try would be reported here too; `_pick_server` logs those.
+        if not self._down:
+            log.warning("connection trouble", extra={"reason": f"{type(error).__name__}: {error}"[:300]})
+
+    async def _on_disconnect(self) -> None:
+        if not self.closed.is_set() and not self.nc.is_closed:
+            self._down = True
+
+    async def _on_reconnect(self) -> None:
+        log.info("broker is back", extra={"attempts": self._attempts})
+        self._attempts = 0
+        self._down = False
+        for callback in list(self._reconnected):
+            callback()
+
+    async def _on_closed(self) -> None:
+        self.closed.set()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Unavailable("the connection to the broker is closed"))
+        self._waiting.clear()
+
+
+async def _ignore(_error: Exception) -> None:
+    """Errors of the first probe are raised by it as well."""
+
+
+def _shown(url: str) -> str:
+    """`url` without credentials."""
+    return ",".join(part.rsplit("@", 1)[-1] for part in url.split(","))

@@ -1,0 +1,176 @@
+"""Streams, buckets, consumers and functions, made once and compared for ever after.
+
+Creation is by raw requests with `action: create`: JetStream's create-or-update would rewrite settings
+silently. What exists and differs is a `Conflict` that prints the difference; nothing is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.contracts import codec
+from headrace.contracts.errors import Conflict, NotFound
+from headrace.contracts.messages import FunctionSpec
+from headrace.contracts.names import check_token
+from headrace.contracts.topology import ConsumerSpec, StreamSpec
+from headrace.mesh.connection import Mesh
+from headrace.mesh.jsapi import (
+    CONSUMER_EXISTS,
+    CONSUMER_NOT_FOUND,
+    STREAM_EXISTS,
+    STREAM_NOT_FOUND,
+    JetStreamError,
+    call,
+    last_message,
+    stream_info,
+)
+from headrace.mesh.publisher import publish
+
+_TUNABLE = {"max_bytes", "num_replicas", "description", "duplicate_window", "max_waiting"}
+"""Settings that an operator may change without us minding: they cannot lose what was stored."""
+
+
+async def provision(mesh: Mesh, *, dry_run: bool = False) -> list[str]:
+    """Make what is missing of the task path; return what was (or would be) made, one line each.
+
+    Raise `Conflict` with every difference if something exists otherwise.
+    """
+    made: list[str] = []
+    drift: list[str] = []
+    for stream in mesh.topology.streams():
+        existing = await _existing(call(mesh, f"STREAM.INFO.{stream.name}"), STREAM_NOT_FOUND)
+        if existing is None:
+            made.append(f"stream {stream.name} ({', '.join(stream.subjects)})")
+            if not dry_run:
+                await _create_stream(mesh, stream)
+        else:
+            drift += differences(f"stream {stream.name}", stream.config(), existing)
+    if not drift:
+        for consumer in mesh.topology.completion_consumers():
+            made += await _ensure_consumer(mesh, consumer, drift, dry_run=dry_run)
+    _refuse(drift)
+    return made
+
+
+async def _create_stream(mesh: Mesh, spec: StreamSpec) -> None:
+    try:
+        await call(mesh, f"STREAM.CREATE.{spec.name}", spec.config(replicas=mesh.settings.replicas), timeout_s=10)
+    except JetStreamError as e:
+        if e.err_code != STREAM_EXISTS:
+            raise  # STREAM_EXISTS: another process made it a moment ago
+
+
+async def _existing(request: Any, absent: int) -> dict[str, Any] | None:
+    try:
+        return (await request)["config"]
+    except JetStreamError as e:
+        if e.err_code == absent:
+            return None
+        raise
+
+
+async def _ensure_consumer(mesh: Mesh, spec: ConsumerSpec, drift: list[str], *, dry_run: bool) -> list[str]:
+    name = f"consumer {spec.stream}/{spec.durable}"
+    existing = await _existing(call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), CONSUMER_NOT_FOUND) \
+        if not (dry_run and not await _stream_exists(mesh, spec.stream)) else None  # fmt: skip
+    if existing is not None:
+        drift += differences(name, spec.config(), existing)
+        return []
+    if not dry_run:
+        await create_consumer(mesh, spec)
+    return [f"{name} ({spec.filter_subject})"]
+
+
+async def _stream_exists(mesh: Mesh, stream: str) -> bool:
+    return await _existing(call(mesh, f"STREAM.INFO.{stream}"), STREAM_NOT_FOUND) is not None
+
+
+async def create_consumer(mesh: Mesh, spec: ConsumerSpec) -> None:
+    """Make a durable pull consumer; one that exists with the same settings is fine, another is a `Conflict`."""
+    body = {"stream_name": spec.stream, "config": spec.config(), "action": "create"}
+    try:
+        await call(mesh, f"CONSUMER.CREATE.{spec.stream}.{spec.durable}.{spec.filter_subject}", body, timeout_s=10)
+    except JetStreamError as e:
+        if e.err_code not in CONSUMER_EXISTS:
+            raise
+        info = await call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+        _refuse(differences(f"consumer {spec.stream}/{spec.durable}", spec.config(), info["config"]))
+
+
+def differences(what: str, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """One line for each setting of `wanted` that `found` has otherwise (absent means JetStream's zero)."""
+    lines: list[str] = []
+    for key, want in wanted.items():
+        have = found.get(key)
+        if have is None and want in (False, 0, "", None):
+            continue
+        if key not in _TUNABLE and have != want:
+            lines.append(f"{what}: {key} is {have!r}, should be {want!r}")
+    return lines
+
+
+def _refuse(drift: list[str]) -> None:
+    if drift:
+        msg = (
+            "what exists differs from what Headrace needs; nothing was changed. Mend or remove it:\n  "
+            + "\n  ".join(drift)
+        )
+        raise Conflict(msg, code="drift")
+
+
+# --- functions --------------------------------------------------------------------------------------
+
+
+async def register_function(mesh: Mesh, spec: FunctionSpec) -> None:
+    """Register `spec` and make its consumers; idempotent. Another spec under the name is a `Conflict`."""
+    key = f"$KV.{mesh.topology.functions_bucket}.{spec.name}"
+    stream = f"KV_{mesh.topology.functions_bucket}"
+    stored = await last_message(mesh, stream, key)
+    if stored is None or not stored.data:
+        try:
+            await publish(
+                mesh, stream, key, codec.FUNCTION.encode(spec), expected_last_subject_seq=stored.sequence if stored else 0
+            )
+        except JetStreamError:
+            stored = await last_message(mesh, stream, key)  # another worker registered it a moment ago
+            if stored is None:
+                raise
+    if stored is not None and stored.data:
+        known = codec.FUNCTION.decode(stored.data)
+        _refuse(
+            [
+                f"function {spec.name}: {field} is {getattr(known, field)!r}, this one has {getattr(spec, field)!r}"
+                for field in FunctionSpec.__struct_fields__
+                if getattr(known, field) != getattr(spec, field)
+            ]
+        )
+    drift: list[str] = []
+    for consumer in mesh.topology.function_consumers(spec):
+        await _ensure_consumer(mesh, consumer, drift, dry_run=False)
+    _refuse(drift)
+
+
+async def get_function(mesh: Mesh, name: str) -> FunctionSpec:
+    """The registered function; `NotFound` naming the known ones."""
+    check_token("function", name)
+    bucket = mesh.topology.functions_bucket
+    stored = await last_message(mesh, f"KV_{bucket}", f"$KV.{bucket}.{name}")
+    if stored is None or not stored.data:
+        known = ", ".join(f.name for f in await list_functions(mesh)) or "none yet: start a worker"
+        msg = f"function {name!r} is not registered; known: {known}"
+        raise NotFound(msg, code="unknown_function")
+    return codec.FUNCTION.decode(stored.data)
+
+
+async def list_functions(mesh: Mesh) -> list[FunctionSpec]:
+    """Every registered function, by name."""
+    bucket = mesh.topology.functions_bucket
+    info = await stream_info(mesh, f"KV_{bucket}", subjects_filter=f"$KV.{bucket}.>")
+    found: list[FunctionSpec] = []
+    for subject in sorted(info["state"]["subjects"]):
+        stored = await last_message(mesh, f"KV_{bucket}", subject)
+        if stored is not None and stored.data:
+            found.append(msgspec.convert(codec.FUNCTION.decode(stored.data), FunctionSpec))
+    return found

@@ -1,0 +1,74 @@
+"""Frames on the wire, many at once: the one place that reaches into nats-py's internals.
+
+`Client.publish` validates, encodes and schedules each message by itself, about 8 µs each; a batch of
+a thousand is one buffer here, under 2 µs each. nats-py is pinned to the minor version that this was
+written for, and `tests/mesh/test_wire.py` compares the frames with what `publish` sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from headrace.contracts.errors import InvalidInput, Refused, Unavailable
+
+_LINE = b"NATS/1.0\r\n"
+
+
+class OutMessage(NamedTuple):
+    """One message to be stored: `headers` is a block made by `header_block`, or empty."""
+
+    subject: str
+    data: bytes
+    headers: bytes = b""
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """The header lines of a message, without the version line and the closing blank one.
+
+    Raise `InvalidInput` for control characters: a line break in a value would forge further headers.
+    """
+    out: list[str] = []
+    for key, value in headers.items():
+        if any(c < " " or c == "\x7f" for c in key + value) or ":" in key:
+            msg = f"header {key[:80]!r} has a control character"
+            raise InvalidInput(msg, field="headers")
+        out.append(f"{key}: {value}\r\n")
+    return "".join(out).encode()
+
+
+def frame(message: OutMessage, reply: str = "", more_headers: bytes = b"") -> bytes:
+    """The PUB or HPUB frame of `message`."""
+    subject, data, headers = message
+    to = f"{subject} {reply} " if reply else f"{subject} "
+    if headers or more_headers:
+        size = len(headers) + len(more_headers) + 12  # the version line and the blank line
+        return b"HPUB %b%d %d\r\n%b%b%b\r\n%b\r\n" % (
+            to.encode(), size, size + len(data), _LINE, more_headers, headers, data,
+        )  # fmt: skip
+    return b"PUB %b%d\r\n%b\r\n" % (to.encode(), len(data), data)
+
+
+def check_size(message: OutMessage, max_payload: int, extra: int = 0) -> None:
+    """Raise `Refused` if payload and headers exceed `max_payload`: sending them would end the connection."""
+    size = len(message.data) + len(message.headers) + 12 + extra
+    if size > max_payload:
+        msg = f"message on {message.subject} has {size} bytes; the broker takes {max_payload} at most"
+        raise Refused(msg, code="too_large")
+
+
+async def send(nc: Any, frames: Iterable[bytes]) -> None:
+    """Queue `frames` on the connection as one piece, and let its flusher write them.
+
+    Waits while the outgoing buffer is over its bound (back-pressure of TCP). During a reconnect the
+    frames wait in the buffer, as those of `Client.publish` do.
+    """
+    if nc.is_closed:
+        msg = "the connection to the broker is closed"
+        raise Unavailable(msg)
+    data = b"".join(frames)
+    if not data:
+        return
+    await nc._send_command(data)  # noqa: SLF001
+    if nc._flush_queue is not None and nc._flush_queue.empty():  # noqa: SLF001
+        await nc._flush_pending()  # noqa: SLF001
