@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from headrace.contracts.generation import DEFAULT_GENERATION, Generation
 from headrace.contracts.names import (
@@ -145,7 +145,8 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: Token = "default"
     custom_id: CustomId | None = None
     choices: list[Choice] = []
-    value: Raw | None = None
+    value: Raw | UnsetType = UNSET
+    """What a function that is no model returned, as it stands in JSON; unset for a model's answer."""
     usage: Usage = Usage()
     error: ItemError | None = None
     model: Annotated[str, Meta(max_length=512)] | None = None

@@ -219,6 +219,8 @@ class Mesh:
     async def _on_disconnect(self) -> None:
         if not self.closed.is_set() and not self.nc.is_closed:
             self._down = True
+        # Whoever waits for an answer of the old connection would wait in vain until the time-out.
+        self._fail_waiting("the connection was lost; whether the broker acted is not known")
 
     async def _on_reconnect(self) -> None:
         log.info("broker is back", extra={"attempts": self._attempts})
@@ -229,9 +231,12 @@ class Mesh:
 
     async def _on_closed(self) -> None:
         self.closed.set()
+        self._fail_waiting("the connection to the broker is closed")
+
+    def _fail_waiting(self, why: str) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(Unavailable("the connection to the broker is closed"))
+                future.set_exception(Unavailable(why))
         self._waiting.clear()
 
 

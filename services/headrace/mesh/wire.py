@@ -7,6 +7,7 @@ written for, and `tests/mesh/test_wire.py` compares the frames with what `publis
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -57,11 +58,15 @@ def check_size(message: OutMessage, max_payload: int, extra: int = 0) -> None:
         raise Refused(msg, code="too_large")
 
 
-async def send(nc: Any, frames: Iterable[bytes]) -> None:
+OUTGOING_BOUND = 4 << 20
+"""Bytes that wait in the outgoing buffer before a sender is held back."""
+
+
+def send_nowait(nc: Any, frames: Iterable[bytes]) -> None:
     """Queue `frames` on the connection as one piece, and let its flusher write them.
 
-    Waits while the outgoing buffer is over its bound (back-pressure of TCP). During a reconnect the
-    frames wait in the buffer, as those of `Client.publish` do.
+    During a reconnect they wait in the buffer, as those of `Client.publish` do. Raise `Unavailable`
+    once the connection is closed for good.
     """
     if nc.is_closed:
         msg = "the connection to the broker is closed"
@@ -69,6 +74,18 @@ async def send(nc: Any, frames: Iterable[bytes]) -> None:
     data = b"".join(frames)
     if not data:
         return
-    await nc._send_command(data)  # noqa: SLF001
-    if nc._flush_queue is not None and nc._flush_queue.empty():  # noqa: SLF001
-        await nc._flush_pending()  # noqa: SLF001
+    nc._pending.append(data)  # noqa: SLF001
+    nc._pending_data_size += len(data)  # noqa: SLF001
+    queue = nc._flush_queue  # noqa: SLF001
+    if queue is not None and queue.empty() and nc.is_connected:
+        queue.put_nowait(asyncio.get_running_loop().create_future())
+
+
+async def send(nc: Any, frames: Iterable[bytes]) -> None:
+    """`send_nowait`, and wait while the outgoing buffer is over its bound: TCP's back-pressure."""
+    send_nowait(nc, frames)
+    while nc._pending_data_size > OUTGOING_BOUND and not nc.is_closed:  # noqa: SLF001
+        if nc.is_connected:
+            await nc._flush_pending(force_flush=True)  # noqa: SLF001
+        else:
+            await asyncio.sleep(0.02)
