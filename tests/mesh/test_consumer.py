@@ -240,7 +240,7 @@ async def test_pulls_again_after_a_broker_restart(mesh: Mesh, nats_server: NatsS
 async def test_deleted_consumer_backs_off_and_recovers(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     spec = await fill(mesh, 0)
     got: list[Delivery] = []
-    consumer = PullConsumer(mesh, spec, got.append, on_demand_lost=lambda: consumer.ask(1))
+    consumer = PullConsumer(mesh, spec, got.append, on_demand_lost=lambda: consumer.ask(1), heartbeat_s=0.5)
     await consumer.start()
     consumer.ask(1)
     await mesh.flush()

@@ -47,6 +47,8 @@ class Schema(Generic[T]):
                 msg = f"schema {named[:80]!r} where {self.name!r} is expected"
                 raise Undecodable(msg)
         try:
+            if not data.isascii():
+                data.decode("utf-8")  # a `Raw` field is skipped by the decoder, bad bytes and all
             return self._decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as e:
             # UnicodeDecodeError is a ValueError whose text quotes bytes; the others name only the field.

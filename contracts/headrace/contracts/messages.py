@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from headrace.contracts.generation import DEFAULT_GENERATION, Generation
 from headrace.contracts.names import (
+    END,
     Attempt,
     Count,
     CustomId,
@@ -113,7 +114,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ItemError(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why an item failed: `type` is stable (`too_long`, `invalid_token`, ...), `message` names the thing."""
 
-    type: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}$")]
+    type: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}" + END)]
     message: ShortText = ""
     field: Annotated[str, Meta(max_length=256)] | None = None
 
@@ -156,7 +157,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: Attempt = 1
     chat: bool = False
     timings: Timings = Timings()
-    trace_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")] | None = None
+    trace_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}" + END)] | None = None
     task: Task | None = None
 
 

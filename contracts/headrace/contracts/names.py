@@ -10,7 +10,9 @@ from msgspec import Meta
 
 from headrace.contracts.errors import InvalidInput
 
-TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
+END = r"$(?!\n)"
+"""End of a pattern: Python's `$` alone would let a line feed follow."""
+TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,128}" + END
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")
 
 Token = Annotated[str, Meta(pattern=TOKEN_PATTERN)]
@@ -27,7 +29,7 @@ Micros = Annotated[int, Meta(ge=0, le=2**62)]
 
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 ShortText = Annotated[str, Meta(max_length=2048)]
-Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$")]
+Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}" + END)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 

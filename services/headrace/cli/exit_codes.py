@@ -30,7 +30,9 @@ MEANINGS: Final[dict[Exit, str]] = {
     Exit.INTERRUPTED: "Ctrl-C; what was stored stays stored",
 }
 
-EPILOG: Final = "Exit codes:\n\n" + "\n\n".join(f"{int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
+EPILOG: Final = "Exit codes:\n\n" + "\n\n".join(
+    f"{int(code):>3}  {meaning}" for code, meaning in MEANINGS.items()
+)
 
 
 def exit_code_of(error: HeadraceError) -> Exit:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_MINUTE: Final = 60
 
 
 def print_json(value: Any) -> None:
@@ -45,10 +47,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
+) -> None:
     """A table on standard output; None shows as nothing, numbers stand right."""
     from rich.markup import escape
-
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
@@ -80,9 +83,9 @@ def clock_text(seconds: float | None) -> str:
     """A duration for people: `-`, `3.2 s`, `4 m 07 s`, `2 h 05 m`."""
     if seconds is None or seconds < 0:
         return "-"
-    if seconds < 60:
+    if seconds < _MINUTE:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
+    minutes, rest = divmod(int(seconds), _MINUTE)
+    if minutes < _MINUTE:
         return f"{minutes} m {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} m"
+    return f"{minutes // _MINUTE} h {minutes % _MINUTE:02d} m"

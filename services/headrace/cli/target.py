@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.cli.supervisor.layout import port_is_free
 from headrace.cli.supervisor.lock import lock_holder
 from headrace.contracts.errors import Unavailable
 from headrace.mesh.settings import Settings, load_settings, mesh_dir, read_mesh_file
@@ -41,17 +42,27 @@ def run_on_mesh(folder: Path | None, url: str | None, work: Callable[[Mesh], Awa
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end; Ctrl-C cancels it and raises `KeyboardInterrupt`."""
-    return asyncio.run(work)
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
 
 
-async def connect(settings: Settings, *, name: str = "headrace-cli") -> Mesh:
-    """A connection; `Unavailable` says whether the local mesh runs at all, and what to do."""
+async def connect(settings: Settings, *, name: str = "cli") -> Mesh:
+    """A connection; `Unavailable` says whether the local mesh runs at all, and what to do.
+
+    A local mesh that was stopped is told at once; anything else is given the few seconds of a first connect.
+    """
     from headrace.mesh.connection import Mesh
 
+    hint = not_running_hint(settings)
+    if hint and _nothing_listens(settings):
+        raise Unavailable(hint, code="not_running")
     try:
         return await Mesh.connect(settings, name=name)
     except Unavailable as e:
-        hint = not_running_hint(settings)
         raise Unavailable(f"{e}; {hint}" if hint else str(e), code=e.code) from None
 
 
@@ -69,3 +80,8 @@ async def _with_mesh(settings: Settings, work: Callable[[Mesh], Awaitable[T]]) -
     mesh = await connect(settings)
     async with mesh:
         return await work(mesh)
+
+
+def _nothing_listens(settings: Settings) -> bool:
+    found = read_mesh_file(Path(settings.dir))
+    return found is not None and port_is_free(found.port)

@@ -25,7 +25,7 @@ from headrace.mesh.wire import OutMessage
 
 log = logging.getLogger("headrace.mesh")
 
-FIRST_CONNECT_TRIES_S = 5.0
+FIRST_CONNECT_S = 5.0
 MAX_BACKOFF_S = 5.0
 NO_RESPONDERS = "503"
 
@@ -56,7 +56,8 @@ class Mesh:
         self._numbers = itertools.count()
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._attempts = 0
-        self._down = False
+        self._down = True
+        self._last_error: Exception | None = None
 
     @classmethod
     async def connect(cls, settings: Settings, *, name: str) -> Self:
@@ -86,23 +87,14 @@ class Mesh:
             "password": s.password,
             "token": s.token,
         }
-        deadline = asyncio.get_running_loop().time() + FIRST_CONNECT_TRIES_S
-        attempt = 0
-        while True:
-            try:
-                # Without reconnecting, so that a first failure is reported instead of retried for ever.
-                probe = Client()
-                await probe.connect(**{**options, "allow_reconnect": False, "closed_cb": None, "error_cb": _ignore,
-                                       "reconnect_to_server_handler": None, "disconnected_cb": None})  # fmt: skip
-                await probe.close()
-                break
-            except (OSError, TimeoutError, nats.errors.Error, asyncio.TimeoutError) as e:
-                if asyncio.get_running_loop().time() > deadline or isinstance(e, nats.errors.AuthorizationError):
-                    msg = f"no broker answers at {_shown(s.url)}: {e or type(e).__name__}"
-                    raise Unavailable(msg) from None
-                await asyncio.sleep(backoff_s(attempt))
-                attempt += 1
-        await self.nc.connect(**options)
+        try:
+            async with asyncio.timeout(FIRST_CONNECT_S):
+                await self.nc.connect(**options)
+        except (OSError, TimeoutError, nats.errors.Error) as e:
+            reason = self._last_error or e
+            msg = f"no broker answers at {_shown(s.url)}: {reason or type(reason).__name__}"
+            raise Unavailable(msg) from None
+        self._down = False
         await self.nc.subscribe(f"{self._inbox}.r.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
 
     # --- properties --------------------------------------------------------------------------------
@@ -212,7 +204,8 @@ class Mesh:
         return servers[attempt % len(servers)], delay
 
     async def _on_error(self, error: Exception) -> None:
-        # While reconnecting every failed try would be reported here too; `_pick_server` logs those.
+        # While connecting every failed try would be reported here too; `_pick_server` logs those.
+        self._last_error = error
         if not self._down:
             log.warning("connection trouble", extra={"reason": f"{type(error).__name__}: {error}"[:300]})
 
@@ -238,10 +231,6 @@ class Mesh:
             if not future.done():
                 future.set_exception(Unavailable(why))
         self._waiting.clear()
-
-
-async def _ignore(_error: Exception) -> None:
-    """Errors of the first probe are raised by it as well."""
 
 
 def _shown(url: str) -> str:

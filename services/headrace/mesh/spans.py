@@ -52,12 +52,19 @@ class JobTrace:
         """For `JobOpened.traceparent`."""
         self._unsampled = self.traceparent[:-2] + "00"
 
+    @property
+    def trace_id(self) -> str:
+        """The job's trace, 32 hex digits."""
+        return self.traceparent[3:35]
+
     def send(self, task: Task, *, size: int = 0) -> str | None:
         """Open the `send` span of a task; the `traceparent` for its headers, None for an unsampled job."""
         if not self.sampled:
             return None
         if task.index >= self._items:
             return self._unsampled
+        if task.index in self._open:  # prepared twice, sent once
+            return self._open[task.index].traceparent
         attributes = semconv.of_item(task) | semconv.operation("send", "send", self._stream)
         if size:
             attributes[semconv.MESSAGING_MESSAGE_BODY_SIZE] = size

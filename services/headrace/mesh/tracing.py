@@ -145,10 +145,14 @@ def job_context(stored: str | None = None) -> SpanContext | None:
 
 
 def carry(headers: Mapping[str, str] | None, span: TraceSpan | None) -> str | None:
-    """The `traceparent` that a result takes on: of the span, else the one that its task came with."""
+    """The `traceparent` that a result takes on: of the span, else the one of its task if that is well formed.
+
+    It is passed on while tracing is off here too: the trace may go on in a process where it is on.
+    """
     if span is not None:
         return span.traceparent
-    return headers.get(TRACEPARENT) if headers else None
+    value = headers.get(TRACEPARENT) if headers else None
+    return value if parse_traceparent(value) is not None else None
 
 
 # --- spans ------------------------------------------------------------------------------------------

@@ -6,13 +6,19 @@ import random
 
 
 class Backoff:
-    """Exponential with jitter: half to all of `first_s × 2^n`, at most `longest_s`; from the start again after `stable_s` of life.
+    """Exponential with jitter: half to all of `first_s × 2^n`, at most `longest_s`.
 
-    The jitter keeps workers that died together from coming back together.
+    A life of `stable_s` or more starts the count again. The jitter keeps workers that died together from
+    coming back together.
     """
 
     def __init__(
-        self, *, first_s: float = 0.2, longest_s: float = 15.0, stable_s: float = 20.0, seed: int | None = None
+        self,
+        *,
+        first_s: float = 0.2,
+        longest_s: float = 15.0,
+        stable_s: float = 20.0,
+        seed: int | None = None,
     ) -> None:
         self._first_s = first_s
         self._longest_s = longest_s

@@ -24,7 +24,7 @@ class MeshState(MeshFile, kw_only=True):
     """`mesh.json` as the supervisor writes it: `MeshFile` and the processes by name (none if it does not run)."""
 
     model: str | None = None
-    pids: dict[str, int] = {}
+    pids: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class Layout:
@@ -98,14 +98,18 @@ def choose_port(layout: Layout, wanted: int | None) -> int:
             return int(s.getsockname()[1])
     if not port_is_free(port):
         origin = "" if wanted else f", which {layout.folder} had before,"
-        raise Refused(f"port {port}{origin} is in use: free it, or choose another with --port", code="port_in_use")
+        raise Refused(
+            f"port {port}{origin} is in use: free it, or choose another with --port", code="port_in_use"
+        )
     return port
 
 
 def port_is_free(port: int) -> bool:
     """Whether a server could listen on this port of the loopback address now."""
     with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as nats-server does: TIME_WAIT is no obstacle
+        s.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as nats-server does: TIME_WAIT is no obstacle
         try:
             s.bind(("127.0.0.1", port))
         except OSError:

@@ -29,7 +29,8 @@ def attach_lifeline() -> None:
         return
     fd = int(given)
     try:
-        os.set_inheritable(fd, False)  # what we start must not keep it
+        # What we start must not keep it.
+        os.set_inheritable(fd, False)  # noqa: FBT003  (it takes no keyword)
     except OSError:
         return
     threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()

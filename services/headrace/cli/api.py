@@ -1,0 +1,42 @@
+"""Questions to the services behind `hr.api.*`, decoded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from headrace.contracts.errors import Unavailable
+
+if TYPE_CHECKING:
+    from headrace.mesh.connection import Mesh
+
+T = TypeVar("T")
+
+_SERVED_BY = {"submit": "gateway"}
+
+
+async def ask(
+    mesh: Mesh, name: str, request: Struct | dict[str, Any], reply: type[T], *, timeout_s: float = 10.0
+) -> T:
+    """The decoded reply; the service's own error, or `Unavailable` saying which service did not answer."""
+    from headrace.mesh.microservice import call_api
+
+    try:
+        data = await call_api(mesh, name, request, timeout_s=timeout_s)
+    except Unavailable as e:
+        service = _SERVED_BY.get(name, "completion")
+        if e.code == "no_responders":
+            raise Unavailable(
+                f"the {service} service does not run: it answers {mesh.subjects.api(name)}; start it with "
+                f"`headrace up` or `headrace {service}`",
+                code=e.code,
+            ) from None
+        raise
+    try:
+        return msgspec.json.decode(data, type=reply, strict=False)
+    except msgspec.MsgspecError as e:
+        raise Unavailable(
+            f"the answer on {mesh.subjects.api(name)} is not what this version expects: {e}"
+        ) from None

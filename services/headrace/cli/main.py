@@ -1,0 +1,92 @@
+"""The entry point: the list of commands, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from headrace.cli import cancel, demo, doctor, init, jobs, results, services, sql, status, submit, up, watch
+from headrace.cli.exit_codes import EPILOG, Exit
+from headrace.cli.failures import report
+from headrace.cli.supervisor.tether import attach_lifeline
+from headrace.contracts.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="A durable mesh for batch inference on NATS JetStream. Start with `headrace demo`, or `headrace up`.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+app.command("up")(up.up)
+app.command("demo")(demo.demo)
+app.command("init")(init.init)
+app.command("doctor")(doctor.doctor)
+app.command("submit")(submit.submit)
+app.command("watch")(watch.watch)
+app.command("status")(status.status)
+app.command("results")(results.results)
+app.command("audit")(status.audit)
+app.command("sql")(sql.sql)
+app.command("jobs")(jobs.jobs)
+app.command("cancel")(cancel.cancel)
+app.command("worker")(services.worker_command())
+app.command("completion")(services.completion_command())
+app.command("gateway")(services.gateway_command())
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    attach_lifeline()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; expected errors are told in one line."""
+    try:
+        app(args=arguments, prog_name="headrace")
+    except HeadraceError as e:
+        return report(e, as_json="--json" in arguments)
+    except KeyboardInterrupt:
+        return int(Exit.INTERRUPTED)
+    except BrokenPipeError:
+        _quiet_stdout()
+        return int(Exit.FAILED)
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else int(Exit.FAILED if e.code else Exit.OK)
+    return int(Exit.OK)
+
+
+def _quiet_stdout() -> None:
+    """Nobody reads any more (`headrace sql … | head`): let the interpreter's own flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

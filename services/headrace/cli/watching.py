@@ -1,0 +1,111 @@
+"""Following a job to its end: the readings, what they say about pace, and what the end means."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from headrace.cli.exit_codes import Exit
+from headrace.cli.status import job_status
+from headrace.contracts.api import JobStatus
+from headrace.contracts.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from headrace.mesh.connection import Mesh
+
+ENDED: Final = frozenset({"completed", "completed_with_errors", "cancelled"})
+APPEARS_WITHIN_S: Final = 3.0
+"""A job that was opened a moment ago may not be known to completion yet."""
+
+
+class Pace:
+    """Items and tokens a second over the last readings, and the time that is left at that pace."""
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._readings: deque[tuple[float, int, int]] = deque()
+
+    def add(self, status: JobStatus, now: float) -> None:
+        """Take one reading in at `now` (seconds of any monotonic clock)."""
+        self._readings.append((now, terminal_items(status), status.tokens_out))
+        while now - self._readings[0][0] > self._window_s and now - self._readings[1][0] >= self._window_s:
+            self._readings.popleft()
+
+    @property
+    def items_per_s(self) -> float:
+        """Landed items a second; 0 if there is only one reading."""
+        return self._rate(1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens a second; 0 if there is only one reading."""
+        return self._rate(2)
+
+    def eta_s(self, status: JobStatus) -> float | None:
+        """Seconds until the rest has landed at this pace; None if nothing moves."""
+        left = status.submitted - terminal_items(status)
+        return left / self.items_per_s if self.items_per_s > 0 else None
+
+    def _rate(self, column: int) -> float:
+        if not self._readings:
+            return 0.0
+        first, last = self._readings[0], self._readings[-1]
+        seconds = last[0] - first[0]
+        return max(0.0, (last[column] - first[column]) / seconds) if seconds > 0 else 0.0
+
+
+def terminal_items(status: JobStatus) -> int:
+    """Items that have their outcome in the data plane."""
+    return status.ok + status.failed + status.dead + status.cancelled
+
+
+def exit_of(status: JobStatus) -> Exit:
+    """What the end of a job means for `watch`."""
+    if status.state == "cancelled":
+        return Exit.CANCELLED
+    return Exit.ITEMS_FAILED if status.failed or status.dead else Exit.OK
+
+
+async def follow(
+    mesh: Mesh,
+    job: str,
+    *,
+    show: Callable[[JobStatus], None],
+    trouble: Callable[[str], None],
+    timeout_s: float | None = None,
+    interval_s: float = 0.5,
+) -> JobStatus | None:
+    """Read the job's status until it has ended, and return the last; None if `timeout_s` is over before.
+
+    While the broker or completion is away it goes on trying, and says so once each time. `NotFound` if the
+    job does not appear within seconds.
+    """
+    began = time.monotonic()
+    deadline = None if timeout_s is None else began + timeout_s
+    away, known = False, False
+    pause = min(0.05, interval_s)  # short jobs end soon: look often at first
+    while True:
+        try:
+            status = await job_status(mesh, job)
+        except Unavailable as e:
+            if not away:
+                trouble(f"{e}; trying again")
+            away = True
+        except NotFound:
+            if known or time.monotonic() - began > APPEARS_WITHIN_S:
+                raise
+        else:
+            if away:
+                trouble("answering again")
+            away, known = False, True
+            show(status)
+            if status.state in ENDED:
+                return status
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return None
+        await asyncio.sleep(pause if deadline is None else min(pause, max(0.0, deadline - now)))
+        pause = min(pause * 1.5, interval_s)

@@ -1,0 +1,90 @@
+"""From the bytes of a line to an item: which form it has, one typed decode, one error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import Raw
+
+from headrace.client.items import Item, PlainLine, plain_item
+from headrace.client.openai_batch import BatchLine, batch_item, explain
+from headrace.client.problems import from_msgspec, shown, wrong
+from headrace.client.sampling import ParamsTable
+from headrace.contracts.errors import InvalidInput
+from headrace.contracts.messages import FunctionSpec, Row
+
+Form = Literal["lines", "rows"]
+"""`lines`: prompts, as plain or OpenAI Batch lines. `rows`: any JSON value, for a function that is no model."""
+
+_decode_plain = msgspec.json.Decoder(PlainLine).decode
+_decode_batch = msgspec.json.Decoder(BatchLine).decode
+_decode_any = msgspec.json.Decoder().decode
+_BATCH_FIELDS = ("body", "url", "method")
+_BAD = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class LineDecoder:
+    """Decodes the lines of one job; `labels` counts the accepted fields that have no effect.
+
+    Lines of both forms may stand in one file. The form of the last line is tried first, so that each
+    line of a uniform file is decoded once.
+    """
+
+    def __init__(
+        self, spec: FunctionSpec, *, form: Form = "lines", defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.labels: Counter[str] = Counter()
+        self._table = ParamsTable(spec, defaults)
+        self._vocab = spec.vocab_size
+        self._no_params = self._table.of(PlainLine(), None, None)
+        self._batch = False
+        self.decode = self._row if form == "rows" else self._line
+
+    def _line(self, raw: bytes) -> Item:
+        """The item in `raw`; raise `InvalidInput` naming the field."""
+        try:
+            return self._batch_item(raw) if self._batch else self._plain_item(raw)
+        except _BAD as e:
+            first = e
+        other = not self._batch
+        try:
+            item = self._batch_item(raw) if other else self._plain_item(raw)
+        except _BAD as e:
+            batch = _looks_like_batch(raw)
+            error = from_msgspec(e if batch is other else first, raw)
+            raise explain(error) if batch else error from None
+        self._batch = other
+        return item
+
+    def _plain_item(self, raw: bytes) -> Item:
+        return plain_item(_decode_plain(raw), self._table, self._vocab)
+
+    def _batch_item(self, raw: bytes) -> Item:
+        return batch_item(_decode_batch(raw), self._table, self._vocab, self.labels)
+
+    def _row(self, raw: bytes) -> Item:
+        try:
+            _decode_any(raw)
+        except _BAD as e:
+            raise from_msgspec(e, raw) from None
+        return Item(Row(value=Raw(raw.strip())), self._no_params)
+
+
+def _looks_like_batch(raw: bytes) -> bool:
+    """Whether somebody meant `raw` as an OpenAI Batch line. Only for lines that are wrong."""
+    try:
+        value: Any = _decode_any(raw)
+    except _BAD:
+        return False
+    if not isinstance(value, dict):
+        kind = "an array" if isinstance(value, list) else shown(value)
+        hint = "; a file with one array is no JSONL" if isinstance(value, list) else ""
+        raise wrong("", f"a line must be a JSON object, got {kind}{hint}") from None
+    fields = cast("dict[str, Any]", value)
+    return any(name in fields for name in _BATCH_FIELDS)
+
+
+__all__ = ["Form", "InvalidInput", "LineDecoder"]

@@ -1,0 +1,268 @@
+"""Lines of an OpenAI Batch file: `{"custom_id", "method", "url", "body"}`.
+
+One typed decode a line: the tables of `openai_fields` become fields of the Struct, so a refused field is a
+type error that is explained by its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from headrace.client.conversation import check_tools, estimate_tokens, text_bytes
+from headrace.client.items import Item, Messages, Model, chat_item
+from headrace.client.openai_fields import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, LABELS, REASONS, REFUSED
+from headrace.client.problems import shown, wrong
+from headrace.client.sampling import ParamsTable, Sampling, check_ids
+from headrace.contracts.errors import InvalidInput
+from headrace.contracts.generation import StructuredOutput
+from headrace.contracts.messages import ChatPrompt, TextPrompt, TokenPrompt
+from headrace.contracts.names import CustomId
+
+CHAT_URL: Final = "/v1/chat/completions"
+COMPLETIONS_URL: Final = "/v1/completions"
+
+T = TypeVar("T")
+
+
+class JsonSchema(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`json_schema` of a response format. The schema is enforced whether or not `strict` is set."""
+
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class BodyFields(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `body` that are honoured; the harmless and the refused ones are added from their tables."""
+
+    model: Model | None = None
+    messages: Messages | None = None
+    prompt: str | list[int | str | list[int]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_Body: Any = msgspec.defstruct(
+    "Body",
+    [*((name, Any, None) for name in (*HARMLESS, *LABELS)), *((name, None, None) for name in REFUSED)],
+    bases=(BodyFields,),
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+
+
+class _LineFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    custom_id: CustomId
+    method: str
+    url: str
+    body: BodyFields
+
+
+BatchLine: Final = cast(
+    "type[_LineFields]",
+    msgspec.defstruct(
+        "BatchLine", [("body", _Body)], bases=(_LineFields,), kw_only=True, forbid_unknown_fields=True
+    ),
+)
+"""The type to decode a line with; its `body` has every field of the tables."""
+
+_EXTRA: Final = (*HARMLESS, *LABELS)
+_extra = attrgetter(*_EXTRA)
+_NO_EXTRA: Final = (None,) * len(_EXTRA)
+_FORMS: Final = (
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_forms = attrgetter(*_FORMS)
+_NO_FORM: Final = (None,) * len(_FORMS)
+_chat_only = attrgetter(*CHAT_ONLY)
+_NO_CHAT: Final = (None,) * len(CHAT_ONLY)
+_completions_only = attrgetter(*COMPLETIONS_ONLY)
+_NO_COMPLETIONS: Final = (None,) * len(COMPLETIONS_ONLY)
+
+
+def batch_item(line: _LineFields, table: ParamsTable, vocab_size: int, labels: Counter[str]) -> Item:
+    """The item of a batch line; raise `InvalidInput` naming the field that is wrong or cannot be honoured.
+
+    `labels` counts the fields that were accepted without an effect.
+    """
+    if line.method != "POST":
+        raise wrong("method", f"must be POST, got {shown(line.method)}")
+    body = line.body
+    if _extra(body) != _NO_EXTRA:
+        _check_extra(body, labels)
+    if line.url == CHAT_URL:
+        return _chat(line, body, table)
+    if line.url == COMPLETIONS_URL:
+        return _completion(line, body, table, vocab_size)
+    raise wrong("url", f"{shown(line.url)} is not served: use {CHAT_URL} or {COMPLETIONS_URL}")
+
+
+def explain(error: InvalidInput) -> InvalidInput:
+    """Give a field of the table of refused ones its reason instead of a type error."""
+    head, _, name = (error.field or "").partition(".")
+    if head == "body" and name in REFUSED:
+        return wrong(f"body.{name}", f"{name} is refused: {REASONS[name]}")
+    return error
+
+
+def _check_extra(body: BodyFields, labels: Counter[str]) -> None:
+    for name, value in zip(_EXTRA, _extra(body), strict=True):
+        if value is None:
+            continue
+        if name in LABELS:
+            labels[f"body.{name}"] += 1
+        elif not any(value == ok and type(value) is type(ok) for ok in _allowed(name)):
+            raise wrong(f"body.{name}", f"{name} = {shown(value)} is refused: {REASONS[name]}")
+
+
+def _allowed(name: str) -> tuple[Any, ...]:
+    # `1.0` may be written `1`.
+    return (*HARMLESS[name], 1) if name == "length_penalty" else HARMLESS[name]
+
+
+def _chat(line: _LineFields, body: BodyFields, table: ParamsTable) -> Item:
+    if _completions_only(body) != _NO_COMPLETIONS:
+        raise _misplaced(body, COMPLETIONS_ONLY, CHAT_URL)
+    if body.messages is None:
+        raise wrong("body.messages", "missing field 'messages'")
+    limit = body.max_tokens
+    if body.max_completion_tokens is not None:
+        if limit is not None and limit != body.max_completion_tokens:
+            raise wrong(
+                "body.max_tokens", f"is {limit}, but max_completion_tokens is {body.max_completion_tokens}"
+            )
+        limit = body.max_completion_tokens
+    logprobs: int | None = None
+    if body.logprobs is not None and not isinstance(body.logprobs, bool):
+        raise wrong("body.logprobs", f"expected a boolean for chat completions, got {shown(body.logprobs)}")
+    if body.logprobs:
+        logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise wrong("body.top_logprobs", "needs logprobs: true")
+    params = _in_body(table, body, limit, logprobs)
+    item = chat_item(body.messages, "body.messages", params, line.custom_id, body.model)
+    item.template = body.chat_template_kwargs or None
+    if body.tools or body.tool_choice is not None:
+        check_tools(body.tools, body.tool_choice, "body.")
+        if body.tools:
+            prompt = cast("ChatPrompt", item.prompt)
+            item.prompt = ChatPrompt(messages=prompt.messages, tools=body.tools, tool_choice=body.tool_choice)
+            item.prompt_tokens += estimate_tokens(len(msgspec.json.encode(body.tools)))
+    return item
+
+
+def _completion(line: _LineFields, body: BodyFields, table: ParamsTable, vocab_size: int) -> Item:
+    if _chat_only(body) != _NO_CHAT:
+        raise _misplaced(body, CHAT_ONLY, COMPLETIONS_URL)
+    logprobs = body.logprobs
+    if isinstance(logprobs, bool):
+        raise wrong("body.logprobs", f"expected a number for completions, got {shown(logprobs)}")
+    params = _in_body(table, body, body.max_tokens, logprobs)
+    prompt = body.prompt
+    if prompt is None:
+        raise wrong("body.prompt", "missing field 'prompt'")
+    where = "body.prompt"
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt, where = prompt[0], "body.prompt[0]"
+    if isinstance(prompt, list):
+        ids = _ids(prompt, where)
+        if vocab_size:
+            check_ids(where, ids, vocab_size)
+        return Item(TokenPrompt(ids=ids), params, line.custom_id, body.model, len(ids))
+    text = str(prompt)
+    if not text:
+        raise wrong(where, "the prompt is empty")
+    return Item(TextPrompt(text=text), params, line.custom_id, body.model, estimate_tokens(text_bytes(text)))
+
+
+def _ids(prompt: list[Any], where: str) -> list[int]:
+    """`prompt` as the token ids of one prompt."""
+    if not prompt:
+        raise wrong(where, "the prompt is empty")
+    if any(not isinstance(part, int) for part in prompt):
+        if all(isinstance(part, str | list) for part in prompt):
+            raise wrong(
+                where, f"several prompts in one line ({len(prompt)}): give each its own line and custom_id"
+            )
+        raise wrong(where, "mixes token ids with other things")
+    for i, value in enumerate(prompt):
+        if not 0 <= value < 2**31:
+            raise wrong(f"{where}[{i}]", f"token id {shown(value)} is not a token id")
+    return cast("list[int]", prompt)
+
+
+def _in_body(table: ParamsTable, body: BodyFields, limit: int | None, logprobs: int | None) -> Any:
+    """The parameters, with the names of fields as they stand in this form of line."""
+    structured = body.structured_outputs if _forms(body) == _NO_FORM else _structured(body)
+    try:
+        return table.of(body, limit, logprobs, structured)
+    except InvalidInput as e:
+        name = e.field or ""
+        if name == "max_tokens" and body.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+        elif name == "logprobs" and body.top_logprobs is not None:
+            name = "top_logprobs"
+        e.field = f"body.{name}" if name else "body"
+        raise
+
+
+def _structured(body: BodyFields) -> StructuredOutput | None:
+    """The one constraint that the line asks for, in whichever of its spellings."""
+    given = [name for name, value in zip(_FORMS, _forms(body), strict=True) if value is not None]
+    form = body.response_format
+    if form is not None and form.type == "text":
+        given.remove("response_format")
+    if len(given) > 1:
+        raise wrong(f"body.{given[1]}", f"constrains the output a second time, after {given[0]}")
+    if not given:
+        return None
+    try:
+        if form is not None and given[0] == "response_format":
+            return _of_format(form)
+        if given[0] == "structured_outputs":
+            return body.structured_outputs
+        # The bounds of the contract hold for these names too.
+        value = {given[0].removeprefix("guided_"): getattr(body, given[0])}
+        return msgspec.convert(value, StructuredOutput)
+    except msgspec.ValidationError as e:
+        raise wrong(f"body.{given[0]}", str(e).split(" - at", 1)[0]) from None
+
+
+def _of_format(form: ResponseFormat) -> StructuredOutput:
+    if form.type == "json_object":
+        return StructuredOutput(json_object=True)
+    if form.json_schema is None:
+        raise wrong("body.response_format.json_schema", "missing field 'json_schema'")
+    return StructuredOutput(json=form.json_schema.schema)
+
+
+def _misplaced(body: BodyFields, names: tuple[str, ...], url: str) -> InvalidInput:
+    name = next(name for name in names if getattr(body, name) is not None)
+    return wrong(f"body.{name}", f"{name} is no field of {url}")

@@ -1,0 +1,178 @@
+"""CSV and Parquet as lines: one named column holds the prompts, another may hold the custom ids.
+
+Each row becomes the plain line that it stands for, so that everything after this file knows one form. Other
+columns stay behind; the custom id is what joins the results to them.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import msgspec
+
+from headrace.client.lines import MAX_LINE, Block
+from headrace.contracts.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from headrace.client.inputs import Hasher
+
+_ROWS: Final = 1_000
+"""Rows of a block."""
+_encode = msgspec.json.Encoder().encode
+
+
+class CsvInput:
+    """Rows of a CSV file with a header. A row's number is that of the line on which it begins."""
+
+    def __init__(
+        self, path: Path, column: str, id_column: str | None, *, delimiter: str, packed: bool
+    ) -> None:
+        self._path = path
+        self._column = column
+        self._id_column = id_column
+        self._delimiter = delimiter
+        self._packed = packed
+        self._read = 0
+
+    def blocks(self, digest: Hasher | None = None) -> Iterator[Block]:
+        """The rows from the start, as plain lines; an empty file has none."""
+        csv.field_size_limit(MAX_LINE)
+        with self._path.open("rb") as file:
+            stream = gzip.GzipFile(fileobj=file, mode="rb") if self._packed else file
+            text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding="utf-8-sig", newline="")
+            reader = csv.reader(text, delimiter=self._delimiter)
+            try:
+                header = next(reader, None)
+                if header is not None:
+                    at = _column(header, self._column, self._path.name)
+                    id_at = _column(header, self._id_column, self._path.name) if self._id_column else None
+                    yield from self._rows(reader, file, at, id_at, digest)
+            except UnicodeDecodeError:
+                msg = f"{self._path.name} is not UTF-8 after line {reader.line_num}"
+                raise InvalidInput(msg, line=reader.line_num + 1, code="not_utf8") from None
+            except csv.Error as e:
+                msg = f"line {reader.line_num} is no CSV: {e}"
+                raise InvalidInput(msg, line=reader.line_num) from None
+            except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+                msg = f"{self._path.name} is damaged gzip: {e}"
+                raise InvalidInput(msg, code="bad_gzip") from None
+
+    def _rows(
+        self, reader: Any, file: io.BufferedReader, at: int, id_at: int | None, digest: Hasher | None
+    ) -> Iterator[Block]:
+        numbers: list[int] = []
+        lines: list[bytes | None] = []
+        number = reader.line_num + 1
+        for row in reader:
+            # A row that is too short has no such cell: as null it is refused with its line.
+            cells = cast("list[str]", row)
+            line: dict[str, Any] = {"prompt": cells[at] if at < len(cells) else None}
+            if id_at is not None:
+                line["custom_id"] = cells[id_at] if id_at < len(cells) else None
+            numbers.append(number)
+            lines.append(_encode(line) if cells else b"")
+            number = reader.line_num + 1
+            if len(lines) == _ROWS:
+                self._read = file.tell()
+                yield _block(numbers, lines, digest)
+                numbers, lines = [], []
+        self._read = file.tell()
+        if lines:
+            yield _block(numbers, lines, digest)
+
+    def position(self) -> int:
+        """Bytes of the file that are read."""
+        return self._read
+
+
+class ParquetInput:
+    """Rows of a Parquet file, numbered from 1; needs the extra `parquet`.
+
+    A column of strings holds prompts, one of integer lists token ids, one of lists of structs messages.
+    """
+
+    def __init__(self, path: Path, column: str, id_column: str | None) -> None:
+        self._path = path
+        self._column = column
+        self._id_column = id_column
+        self._read = 0
+
+    def blocks(self, digest: Hasher | None = None) -> Iterator[Block]:
+        """The rows from the start, as plain lines; memory is bounded by one batch of rows of the columns."""
+        parquet = _pyarrow_parquet()
+        try:
+            file = parquet.ParquetFile(self._path)
+        except (OSError, ValueError) as e:
+            msg = f"{self._path.name} is no Parquet file: {str(e)[:200]}"
+            raise InvalidInput(msg, code="bad_parquet") from None
+        with file:
+            names: list[str] = list(file.schema_arrow.names)
+            _column(names, self._column, self._path.name)
+            columns = [self._column]
+            if self._id_column:
+                _column(names, self._id_column, self._path.name)
+                columns.append(self._id_column)
+            field = _field_of(file.schema_arrow.field(self._column).type, self._column)
+            total = max(1, int(file.metadata.num_rows))
+            size = self._path.stat().st_size
+            number = 1
+            for batch in file.iter_batches(batch_size=_ROWS, columns=list(dict.fromkeys(columns))):
+                prompts: list[Any] = batch.column(self._column).to_pylist()
+                rows: list[dict[str, Any]] = [{field: value} for value in prompts]
+                if self._id_column:
+                    for row, value in zip(rows, batch.column(self._id_column).to_pylist(), strict=True):
+                        row["custom_id"] = value if value is None or isinstance(value, str) else str(value)
+                self._read = size * (number + len(rows)) // (total + 1)
+                yield _block(range(number, number + len(rows)), [_encode(row) for row in rows], digest)
+                number += len(rows)
+
+    def position(self) -> int:
+        """Bytes of the file that are read, by the share of its rows."""
+        return self._read
+
+
+def _block(numbers: Any, lines: list[Any], digest: Hasher | None) -> Block:
+    if digest is not None:
+        digest.update(b"\n".join(lines) + b"\n")
+    return Block(numbers, lines)
+
+
+def _column(names: list[str], wanted: str, file: str) -> int:
+    if names.count(wanted) == 1:
+        return names.index(wanted)
+    known = ", ".join(name[:40] for name in names[:20])
+    problem = "has several columns" if wanted in names else "has no column"
+    msg = f"{file} {problem} {wanted[:80]!r}; its columns: {known}"
+    raise InvalidInput(msg, field="column", code="unknown_column")
+
+
+def _field_of(kind: Any, column: str) -> str:
+    """The field of a plain line that a Parquet type stands for."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view":
+        return "prompt"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if types.is_integer(kind.value_type):
+            return "prompt_token_ids"
+        if types.is_struct(kind.value_type):
+            return "messages"
+    msg = f"column {column!r} has type {kind}: expected strings, lists of integers (token ids) or lists of messages"
+    raise InvalidInput(msg, field="column", code="wrong_column_type")
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        msg = "reading Parquet needs pyarrow: pip install 'headrace[parquet]'"
+        raise InvalidInput(msg, code="missing_extra") from None
+    return parquet

@@ -1,0 +1,192 @@
+"""The state of jobs, as SQL on the table `jobs`: `open → sealed → completed | completed_with_errors | cancelled`.
+
+Each function works inside the caller's transaction, changes nothing when repeated, and does not depend on the order
+in which events arrive (a redelivered `opened` may come after `sealed`). `cancelling` stands between a
+cancellation's intent and its end, so that a start-up can take it up again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from headrace.completion.outcomes import Delta, apply_deltas
+from headrace.completion.store import Connection
+from headrace.contracts.messages import JobCancelled, JobCompleted, JobOpened, JobSealed
+
+ENDED: Final = ("completed", "completed_with_errors", "cancelled")
+"""States that a job does not leave."""
+
+_OPENED = """
+INSERT INTO jobs (job, tenant, function, model, lane, source, input_fingerprint, opened_at, trace_id)
+VALUES ($job, $tenant, $function, $model, $lane, $source, $fingerprint, make_timestamp($at::BIGINT), $trace_id)
+ON CONFLICT (job) DO UPDATE SET
+    tenant = excluded.tenant, function = excluded.function, model = coalesce(excluded.model, jobs.model),
+    lane = excluded.lane, source = excluded.source, input_fingerprint = excluded.input_fingerprint,
+    opened_at = excluded.opened_at, trace_id = excluded.trace_id"""
+
+_SEALED = """
+INSERT INTO jobs (job, state, count, refused, sealed_at, opened_at)
+VALUES ($job, 'sealed', $count, $refused, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
+ON CONFLICT (job) DO UPDATE SET
+    count = coalesce(jobs.count, excluded.count), refused = excluded.refused, sealed_at = excluded.sealed_at,
+    state = CASE WHEN jobs.state = 'open' THEN 'sealed' ELSE jobs.state END"""
+
+_CANCELLING = """
+INSERT INTO jobs (job, state, cancel_reason, cancelled_at, opened_at)
+VALUES ($job, 'cancelling', $reason, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
+ON CONFLICT (job) DO UPDATE SET
+    state = 'cancelling', cancel_reason = excluded.cancel_reason, cancelled_at = excluded.cancelled_at
+    WHERE jobs.state IN ('open', 'sealed')"""
+
+_CANCEL_COUNT = "UPDATE jobs SET count = $count WHERE job = $job AND state = 'cancelling'"
+
+_ANNOUNCED = "UPDATE jobs SET announced = true WHERE job = $job AND NOT announced"
+
+_NAMED = "SELECT unnest(from_json($1::VARCHAR, '[\"VARCHAR\"]'))"
+
+_FULL = f"""
+SELECT job, count, max_index FROM jobs
+WHERE state = 'sealed' AND count IS NOT NULL AND landed >= count AND job IN ({_NAMED})"""  # noqa: S608
+
+_BELOW = """SELECT count(DISTINCT "index") FROM outcomes WHERE job = $1 AND "index" < $2"""
+
+_FINISH = f"""
+UPDATE jobs SET ended_at = make_timestamp($2::BIGINT),
+    state = CASE WHEN failed + dead + cancelled > 0 THEN 'completed_with_errors' ELSE 'completed' END
+WHERE state = 'sealed' AND job IN ({_NAMED})"""  # noqa: S608
+
+_FILL = """
+INSERT INTO outcomes (job, "index", generation, tenant, function, status, attempt, prompt_tokens, completion_tokens,
+    cached_tokens, landed_at, chat, model, error_type, error_message)
+SELECT $job, i, 1, j.tenant, j.function, 'cancelled', 0, 0, 0, 0, make_timestamp($at::BIGINT), false, j.model,
+    'cancelled', nullif(j.cancel_reason, '')
+FROM range(0, $count::BIGINT) AS r(i), (SELECT * FROM jobs WHERE job = $job) AS j
+WHERE NOT EXISTS (SELECT 1 FROM outcomes AS o WHERE o.job = $job AND o."index" = r.i)"""
+
+_CANCELLED = """
+UPDATE jobs SET state = 'cancelled', ended_at = make_timestamp($at::BIGINT) WHERE job = $job"""
+
+
+def opened(connection: Connection, event: JobOpened) -> None:
+    """Note who opened the job and for what."""
+    parts = (event.traceparent or "").split("-")
+    connection.execute(
+        _OPENED,
+        {
+            "job": event.job,
+            "tenant": event.tenant,
+            "function": event.function,
+            "model": event.model,
+            "lane": event.lane.value,
+            "source": event.source,
+            "fingerprint": event.input_fingerprint,
+            "at": event.at_us or now_us(),
+            "trace_id": parts[1] if len(parts) == 4 else None,  # noqa: PLR2004  (W3C trace context)
+        },
+    )
+
+
+def sealed(connection: Connection, event: JobSealed) -> None:
+    """Note how many items the job has; a job that is being cancelled keeps the count it was cancelled with."""
+    values = {"job": event.job, "count": event.count, "refused": event.refused, "at": event.at_us or now_us()}
+    connection.execute(_SEALED, values)
+
+
+def cancelling(connection: Connection, job: str, reason: str, *, at_us: int = 0) -> str:
+    """Note the intent to cancel, unless the job has ended; return its state now."""
+    connection.execute(_CANCELLING, {"job": job, "reason": reason, "at": at_us or now_us()})
+    return state_of(connection, job) or "cancelling"
+
+
+def cancelled_event(connection: Connection, event: JobCancelled) -> str:
+    """Note the event that says how many items the cancelled job has; return the job's state now."""
+    state = cancelling(connection, event.job, event.reason, at_us=event.at_us)
+    connection.execute(_CANCEL_COUNT, {"job": event.job, "count": event.count})
+    return state
+
+
+def completed(connection: Connection, event: JobCompleted) -> None:
+    """Note that the job's last event is stored."""
+    connection.execute(_ANNOUNCED, {"job": event.job})
+
+
+def finish_full(connection: Connection, jobs: Sequence[str]) -> list[JobCompleted]:
+    """End those of `jobs` that are sealed and have an outcome for each index; return their last events."""
+    names = _json(jobs)
+    found = connection.execute(_FULL, [names]).fetchall()
+    full = [job for job, count, max_index in found if max_index < count or _has_all(connection, job, count)]
+    if not full:
+        return []
+    connection.execute(_FINISH, [_json(full), now_us()])
+    return endings(connection, full)
+
+
+def _has_all(connection: Connection, job: str, count: int) -> bool:
+    # Only a job with an outcome beyond its last index comes here: the number of outcomes alone proves nothing then.
+    row = connection.execute(_BELOW, [job, count]).fetchone()
+    return row is not None and row[0] == count
+
+
+def fill_cancelled(connection: Connection, job: str) -> JobCompleted | None:
+    """Give every index without an outcome a `cancelled` one, and end the job; None if it was not being cancelled."""
+    row = connection.execute(
+        "SELECT count, tenant, function FROM jobs WHERE job = ? AND state = 'cancelling'", [job]
+    )
+    found = row.fetchone()
+    if found is None or found[0] is None:
+        return None
+    count, tenant, function = found
+    now = now_us()
+    inserted = connection.execute(_FILL, {"job": job, "count": count, "at": now}).fetchone()
+    added = int(inserted[0]) if inserted else 0
+    delta = Delta(
+        job=job,
+        tenant=tenant,
+        function=function,
+        model=None,
+        landed=added,
+        cancelled=added,
+        max_index=count - 1,
+    )
+    apply_deltas(connection, [delta], now)
+    connection.execute(_CANCELLED, {"job": job, "at": now})
+    return endings(connection, [job])[0]
+
+
+def endings(connection: Connection, jobs: Sequence[str] | None = None) -> list[JobCompleted]:
+    """The last event of each ended job: of `jobs`, or of all whose event is not known to be stored."""
+    condition = "NOT announced" if jobs is None else f"job IN ({_NAMED})"
+    rows = connection.execute(
+        f"""SELECT job, state, coalesce(count, landed), ok, failed, dead, cancelled, epoch_us(ended_at) FROM jobs
+        WHERE state IN ('completed', 'completed_with_errors', 'cancelled') AND {condition}""",  # noqa: S608
+        [] if jobs is None else [_json(jobs)],
+    ).fetchall()
+    return [
+        JobCompleted(
+            job=r[0], state=r[1], count=r[2], ok=r[3], failed=r[4], dead=r[5], cancelled=r[6], at_us=r[7] or 0
+        )
+        for r in rows
+    ]
+
+
+def being_cancelled(connection: Connection) -> list[tuple[str, str]]:
+    """Each job whose cancellation has begun and not ended, with its reason."""
+    rows = connection.execute("SELECT job, coalesce(cancel_reason, '') FROM jobs WHERE state = 'cancelling'")
+    return [(job, reason) for job, reason in rows.fetchall()]
+
+
+def state_of(connection: Connection, job: str) -> str | None:
+    """The job's state, None if the data plane does not know it."""
+    row = connection.execute("SELECT state FROM jobs WHERE job = ?", [job]).fetchone()
+    return None if row is None else str(row[0])
+
+
+def now_us() -> int:
+    """Microseconds since the epoch."""
+    return time.time_ns() // 1_000
+
+
+def _json(names: Sequence[str]) -> str:
+    return "[" + ",".join(f'"{name}"' for name in names) + "]"

@@ -1,0 +1,110 @@
+"""The life of jobs: applies `opened`, `sealed`, `cancelled` and `completed` to the data plane, in batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from headrace.completion import job_rows
+from headrace.completion.announce import Announcer
+from headrace.completion.patience import renewed, write_patiently
+from headrace.completion.store import Connection, Store
+from headrace.contracts import codec
+from headrace.contracts.errors import HeadraceError, Undecodable
+from headrace.contracts.messages import JobCancelled, JobCompleted, JobEvent, JobOpened, JobSealed
+from headrace.mesh.connection import Mesh
+from headrace.mesh.consumer import BatchConsumer, Delivery
+from headrace.mesh.crash import crash_point
+from headrace.mesh.settle import Reject, Settler
+
+log = logging.getLogger("headrace.completion")
+
+BATCH = 200
+
+
+class Jobs:
+    """Keeps the states of jobs until it is stopped; `cancel` is called with each job that is to be cancelled."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        store: Store,
+        settler: Settler,
+        announcer: Announcer,
+        cancel: Callable[[str, str], None],
+    ) -> None:
+        self._mesh = mesh
+        self._store = store
+        self._settler = settler
+        self._announcer = announcer
+        self._cancel = cancel
+        self._consumer = BatchConsumer(mesh, mesh.topology.jobs_consumer(), batch=BATCH, wait_s=0.0)
+
+    async def run(self) -> None:
+        """Apply events for ever; after `stop`, apply and ack those in hand, then return."""
+        await self._consumer.start()
+        async for batch in self._consumer:
+            try:
+                async with renewed(self._mesh, batch):
+                    await self._take(batch)
+            except* HeadraceError as e:
+                # Not acked: the events come again when their lease is over, and applying them again changes nothing.
+                log.warning(
+                    "job events wait", extra={"events": len(batch), "reason": str(e.exceptions[0])[:300]}
+                )
+            finally:
+                self._consumer.release(len(batch))
+
+    async def stop(self) -> None:
+        """Pull no more."""
+        await self._consumer.stop()
+
+    async def _take(self, batch: Sequence[Delivery]) -> None:
+        events: list[JobEvent] = []
+        taken: list[Delivery] = []
+        for delivery in batch:
+            try:
+                events.append(_decode(delivery))
+                taken.append(delivery)
+            except Undecodable as e:
+                await self._settler.settle(delivery, Reject(str(e)))
+        if not taken:
+            return
+        endings, cancelling = await write_patiently(self._store, "job events", apply, events)
+        crash_point("job-events-committed")
+        await self._announcer.announce(endings)
+        for job, reason in cancelling:
+            self._cancel(job, reason)
+        for event in events:
+            if isinstance(event, JobCompleted):
+                await self._announcer.clear(event.job)
+        await self._settler.ack_all(taken)
+
+
+def apply(
+    connection: Connection, events: Sequence[JobEvent]
+) -> tuple[list[JobCompleted], list[tuple[str, str]]]:
+    """Apply `events`; return the last events of jobs that are complete now, and the jobs to cancel with reasons."""
+    check: list[str] = []
+    cancelling: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case JobOpened():
+                job_rows.opened(connection, event)
+            case JobSealed():
+                job_rows.sealed(connection, event)
+                check.append(event.job)
+            case JobCancelled():
+                if job_rows.cancelled_event(connection, event) == "cancelling":
+                    cancelling.append((event.job, event.reason))
+            case JobCompleted():
+                job_rows.completed(connection, event)
+    return job_rows.finish_full(connection, check), cancelling
+
+
+def _decode(delivery: Delivery) -> JobEvent:
+    event: JobEvent = codec.JOB_EVENT.decode(delivery.data, delivery.headers)
+    if f".{event.job}." not in delivery.subject:
+        msg = "the event names another job than its subject"
+        raise Undecodable(msg)
+    return event

@@ -1,0 +1,141 @@
+"""The tables of the data plane, as numbered steps that are applied once each.
+
+A step is never edited after a release: a change of schema is a further step. All times are TIMESTAMP in UTC.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import duckdb
+
+from headrace.contracts.errors import Conflict
+
+TABLES: Final = ("jobs", "outcomes", "dead", "queries", "schema_version")
+"""What a query may read."""
+
+_JOBS = """
+CREATE TABLE jobs (
+    job VARCHAR PRIMARY KEY,
+    tenant VARCHAR NOT NULL DEFAULT 'default',
+    function VARCHAR NOT NULL DEFAULT '',
+    model VARCHAR,
+    lane VARCHAR NOT NULL DEFAULT 'normal',
+    source VARCHAR NOT NULL DEFAULT '',
+    input_fingerprint VARCHAR,
+    state VARCHAR NOT NULL DEFAULT 'open',
+    count BIGINT,
+    refused BIGINT NOT NULL DEFAULT 0,
+    landed BIGINT NOT NULL DEFAULT 0,
+    max_index BIGINT NOT NULL DEFAULT -1,
+    max_generation INTEGER NOT NULL DEFAULT 1,
+    ok BIGINT NOT NULL DEFAULT 0,
+    failed BIGINT NOT NULL DEFAULT 0,
+    dead BIGINT NOT NULL DEFAULT 0,
+    cancelled BIGINT NOT NULL DEFAULT 0,
+    duplicates BIGINT NOT NULL DEFAULT 0,
+    tokens_in BIGINT NOT NULL DEFAULT 0,
+    tokens_out BIGINT NOT NULL DEFAULT 0,
+    cancel_reason VARCHAR,
+    opened_at TIMESTAMP,
+    sealed_at TIMESTAMP,
+    cancelled_at TIMESTAMP,
+    ended_at TIMESTAMP,
+    announced BOOLEAN NOT NULL DEFAULT false,
+    trace_id VARCHAR
+)"""
+
+_OUTCOMES = """
+CREATE TABLE outcomes (
+    job VARCHAR NOT NULL,
+    "index" BIGINT NOT NULL,
+    generation INTEGER NOT NULL,
+    tenant VARCHAR NOT NULL,
+    function VARCHAR NOT NULL,
+    status VARCHAR NOT NULL,
+    custom_id VARCHAR,
+    text VARCHAR,
+    choices JSON,
+    value JSON,
+    finish_reason VARCHAR,
+    error_type VARCHAR,
+    error_message VARCHAR,
+    error_field VARCHAR,
+    model VARCHAR,
+    engine VARCHAR,
+    params_fingerprint VARCHAR,
+    worker VARCHAR,
+    attempt INTEGER NOT NULL,
+    prompt_tokens BIGINT NOT NULL,
+    completion_tokens BIGINT NOT NULL,
+    cached_tokens BIGINT NOT NULL,
+    submitted_at TIMESTAMP,
+    received_at TIMESTAMP,
+    started_at TIMESTAMP,
+    finished_at TIMESTAMP,
+    landed_at TIMESTAMP NOT NULL,
+    trace_id VARCHAR,
+    chat BOOLEAN NOT NULL,
+    task JSON,
+    PRIMARY KEY (job, "index", generation)
+)"""
+
+_DEAD = """
+CREATE TABLE dead (
+    sequence BIGINT PRIMARY KEY,
+    origin VARCHAR NOT NULL,
+    subject VARCHAR NOT NULL,
+    reason VARCHAR NOT NULL,
+    data BLOB,
+    headers JSON,
+    stream VARCHAR,
+    stream_sequence BIGINT,
+    tries BIGINT,
+    died_at TIMESTAMP
+)"""
+
+_QUERIES = """
+CREATE TABLE queries (
+    id BIGINT PRIMARY KEY,
+    asked_at TIMESTAMP NOT NULL,
+    asked_by VARCHAR NOT NULL,
+    sql VARCHAR NOT NULL,
+    outcome VARCHAR NOT NULL,
+    rows BIGINT,
+    took_us BIGINT
+)"""
+
+STEPS: Final[tuple[tuple[int, str, tuple[str, ...]], ...]] = (
+    (1, "jobs, outcomes, dead letters and the log of queries", (_JOBS, _OUTCOMES, _DEAD, _QUERIES)),
+)
+"""Each step: number, what it does, its statements."""
+
+
+def migrate(connection: duckdb.DuckDBPyConnection) -> int:
+    """Apply the steps that the file lacks, each in its own transaction; return the version it has now.
+
+    Raise `Conflict` if a newer Headrace wrote the file: its tables may mean what this one does not know.
+    """
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS schema_version "
+        "(version INTEGER PRIMARY KEY, description VARCHAR NOT NULL, applied_at TIMESTAMP NOT NULL)"
+    )
+    found = connection.execute("SELECT coalesce(max(version), 0) FROM schema_version").fetchone()
+    version, newest = int(found[0]) if found else 0, STEPS[-1][0]
+    if version > newest:
+        msg = f"the database has schema version {version}, this Headrace knows {newest}: use a newer Headrace"
+        raise Conflict(msg, code="newer_schema")
+    for number, description, statements in STEPS:
+        if number <= version:
+            continue
+        connection.execute("BEGIN TRANSACTION")
+        for statement in statements:
+            connection.execute(statement)
+        connection.execute(
+            "INSERT INTO schema_version VALUES (?, ?, make_timestamp(?::BIGINT))",
+            [number, description, time.time_ns() // 1_000],
+        )
+        connection.execute("COMMIT")
+        version = number
+    return version

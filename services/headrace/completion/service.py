@@ -1,0 +1,162 @@
+"""The completion service: what it starts, what it serves, and the order in which it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from headrace.completion.accounting import Accounting
+from headrace.completion.announce import Announcer
+from headrace.completion.cancel import Canceller
+from headrace.completion.dead import DeadLetters
+from headrace.completion.jobs import Jobs
+from headrace.completion.landing import Landing
+from headrace.completion.query import Queries
+from headrace.completion.results import Results
+from headrace.completion.sources import SourceReader
+from headrace.completion.store import Store
+from headrace.contracts.api import (
+    CancelRequest,
+    JobRequest,
+    JobsRequest,
+    JobStatus,
+    QueryRequest,
+    ResultRequest,
+    ResultsRequest,
+)
+from headrace.mesh.jsapi import consumer_info
+from headrace.mesh.microservice import ApiServer
+from headrace.mesh.service import Service
+from headrace.mesh.settings import Settings
+from headrace.mesh.settle import Settler
+
+log = logging.getLogger("headrace.completion")
+
+DATABASE = "data/headrace.duckdb"
+REPLY_MARGIN_BYTES = 1_024
+
+
+def database_path(settings: Settings) -> Path:
+    """The DuckDB file: as set, else `data/headrace.duckdb` in the mesh's folder."""
+    return Path(settings.completion.database or Path(settings.dir) / DATABASE)
+
+
+class CompletionService(Service):
+    """Lands results, keeps the states of jobs, answers who asks.
+
+    A stop goes in this order: no more requests are taken and those in hand answered; no more is pulled; what is
+    in hand is landed and acked; cancellations that are under way are left where they are (the next start takes them
+    up); DuckDB is closed with a checkpoint; the connection is closed.
+    """
+
+    name = "completion"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._loops: list[asyncio.Task[Any]] = []
+        self._parts: list[Landing | Jobs | DeadLetters] = []
+        self._store: Store | None = None
+        self._queries: Queries | None = None
+        self._server: ApiServer | None = None
+
+    async def on_start(self) -> None:
+        """Open the file, take up what a crash left out, then pull and serve.
+
+        Raise `Conflict` if another process has the file, `NotFound` if the streams are not provisioned.
+        """
+        for spec in self.mesh.topology.completion_consumers():
+            await consumer_info(self.mesh, spec.stream, spec.durable)
+        options = self.settings.completion
+        store = Store(database_path(self.settings), memory_limit=options.memory_limit)
+        await store.open()
+        self._store = store
+        settler = Settler(self.mesh)
+        announcer = Announcer(self.mesh, store)
+        canceller = Canceller(self.mesh, store, announcer, self.spawn)
+        landing = Landing(self.mesh, store, settler, announcer)
+        self._parts = [
+            landing,
+            Jobs(self.mesh, store, settler, announcer, canceller.start),
+            DeadLetters(self.mesh, store, settler),
+        ]
+        max_bytes = self.mesh.max_payload - REPLY_MARGIN_BYTES
+        self._queries = Queries(
+            store, timeout_s=options.query_timeout_s, max_rows=options.query_max_rows, max_bytes=max_bytes
+        )
+        results = Results(store, SourceReader(self.mesh, store), landing, max_bytes=max_bytes)
+        await canceller.resume()
+        self._loops = [self.spawn(part.run(), type(part).__name__.lower()) for part in self._parts]
+        self.spawn(announcer.sweep_for_ever(), "announcer")
+        self._server = self._serve(Accounting(self.mesh, store), canceller, results, self._queries)
+        await self._server.start()
+
+    async def on_drain(self) -> None:
+        """Answer, land and ack what is in hand."""
+        if self._server is not None:
+            await self._server.stop()
+        for part in self._parts:
+            await part.stop()
+        if self._loops:
+            await asyncio.wait(self._loops, timeout=self.settings.grace_s)
+
+    async def on_stop(self) -> None:
+        """Close the file."""
+        if self._queries is not None:
+            await asyncio.to_thread(self._queries.close)
+        if self._store is not None:
+            await self._store.close()
+
+    # --- the front door ----------------------------------------------------------------------------
+    def _serve(
+        self, accounting: Accounting, canceller: Canceller, results: Results, queries: Queries
+    ) -> ApiServer:
+        server = ApiServer(
+            self.mesh, "headrace-completion", description="status, audit, results and SQL of jobs; cancel"
+        )
+
+        async def status(request: JobRequest, _headers: Mapping[str, str]) -> object:
+            return await accounting.status(request.job)
+
+        async def audit(request: JobRequest, _headers: Mapping[str, str]) -> object:
+            return await accounting.audit(request.job)
+
+        async def jobs(request: JobsRequest, _headers: Mapping[str, str]) -> object:
+            return {"jobs": await accounting.jobs(request)}
+
+        async def result(request: ResultRequest, _headers: Mapping[str, str]) -> object:
+            return await results.one(request)
+
+        async def page(request: ResultsRequest, _headers: Mapping[str, str]) -> object:
+            return await results.page(request)
+
+        async def query(request: QueryRequest, headers: Mapping[str, str]) -> object:
+            return await queries.ask(request, headers)
+
+        async def cancel(request: CancelRequest, _headers: Mapping[str, str]) -> object:
+            changed = await canceller.request(request.job, request.reason)
+            return _cancel_reply(await accounting.status(request.job), changed=changed)
+
+        server.endpoint("status", JobRequest, status)
+        server.endpoint("audit", JobRequest, audit, timeout_s=30.0)
+        server.endpoint("jobs", JobsRequest, jobs, timeout_s=30.0)
+        server.endpoint("result", ResultRequest, result)
+        server.endpoint("results", ResultsRequest, page)
+        server.endpoint(
+            "query", QueryRequest, query, timeout_s=self.settings.completion.query_timeout_s + 10.0
+        )
+        server.endpoint("cancel", CancelRequest, cancel, timeout_s=30.0)
+        return server
+
+
+def _cancel_reply(status: JobStatus, *, changed: bool) -> dict[str, Any]:
+    """The job's status, whether this request changed anything, and one sentence."""
+    if changed:
+        message = f"job {status.job} is being cancelled: finished items are kept"
+    else:
+        message = f"job {status.job} had ended before ({status.state}): nothing was changed"
+    return asdict(status) | {"changed": changed, "message": message}

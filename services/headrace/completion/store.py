@@ -1,0 +1,230 @@
+"""The one DuckDB file and the threads that may touch it: one that writes, some that read.
+
+DuckDB lets many connections of one process work on a file at once; each reads a snapshot. So writing has
+its own thread (every transaction in order, none waits for a reader), and reads, short ones and queries of
+users apart, have theirs. The event loop never waits inside DuckDB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import duckdb
+
+from headrace.completion.schema import migrate
+from headrace.contracts.errors import Conflict, InvalidInput, Unavailable
+
+log = logging.getLogger("headrace.completion")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Connection = duckdb.DuckDBPyConnection
+READ_THREADS = 4
+
+# After these the instance refuses all further work until it is opened anew (a full disk in the middle of a commit).
+_BROKEN = ("invalidated", "fatal", "must be restarted")
+
+
+class Store:
+    """An open data plane. Open it with `await open()`; `close()` writes a checkpoint.
+
+    `memory_limit` bounds DuckDB's own buffers. All calls may come from any task of one event loop.
+    """
+
+    def __init__(self, path: Path, *, memory_limit: str = "128MB") -> None:
+        self.path = path
+        self._memory_limit = memory_limit
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="duckdb-writer")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="duckdb-reader")
+        self._connection: Connection | None = None
+        self._cursors: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------------
+    async def open(self) -> None:
+        """Open or create the file and bring its schema up to date.
+
+        Raise `Conflict` if another process has it open or a newer Headrace wrote it, `Unavailable` if it cannot be
+        read.
+        """
+        await self._in(self._writer, self._open)
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = duckdb.connect(str(self.path), config=self._config())
+        except (duckdb.Error, OSError) as e:
+            raise _cannot_open(self.path, e) from None
+        try:
+            migrate(self._connection)
+        except BaseException:
+            self._connection.close()
+            self._connection = None
+            raise
+
+    def _config(self) -> dict[str, str | bool | int | float | list[str]]:
+        return {
+            "memory_limit": self._memory_limit,
+            # One thread a connection: a user's query must not take the cores that landing needs.
+            "threads": 1,
+            # Neither landing nor reading needs a file or an address outside of the database, so no query gets one;
+            # locked, since a setting could be changed by whoever may run a statement.
+            "enable_external_access": False,
+            "python_enable_replacements": False,
+            "autoload_known_extensions": False,
+            "autoinstall_known_extensions": False,
+            "allow_community_extensions": False,
+            "lock_configuration": True,
+        }
+
+    async def close(self) -> None:
+        """Interrupt readers, write a checkpoint, close. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.interrupt_readers()
+        await asyncio.get_running_loop().run_in_executor(None, self._readers.shutdown)
+        await self._in(self._writer, self._close)
+        self._writer.shutdown(wait=False)
+
+    def _close(self) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._connection.execute("CHECKPOINT")
+        except duckdb.Error as e:
+            # The write-ahead log holds everything that is committed: the next start replays it.
+            log.warning("no checkpoint at close", extra={"reason": _short(e)})
+        self._connection.close()
+        self._connection = None
+
+    def _reopen(self) -> None:
+        """Open the file anew after an error that left the instance unusable (on the writer's thread)."""
+        log.warning("reopening the database", extra={"path": str(self.path)})
+        self.interrupt_readers()
+        with self._lock:
+            for cursor in self._cursors:
+                cursor.close()
+            self._cursors.clear()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._open()
+
+    # --- work --------------------------------------------------------------------------------------
+    async def write(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run `work(connection, ...)` as one transaction on the writer's thread; commit, or roll back and raise.
+
+        Raise `Unavailable` for what DuckDB could not do now (disk full, out of memory), `InvalidInput` for data that
+        it will never take: nothing of it is stored.
+        """
+        return await self._in(self._writer, functools.partial(self._transact, work, *args, **kwargs))
+
+    def _transact(self, work: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        if self._connection is None:
+            self._open()
+        connection = self._connection
+        if connection is None:
+            msg = f"{self.path} is not open"
+            raise Unavailable(msg)
+        try:
+            connection.execute("BEGIN TRANSACTION")
+            result = work(connection, *args, **kwargs)
+            connection.execute("COMMIT")
+            return result
+        except BaseException as e:
+            self._roll_back(connection, e)
+            if isinstance(e, duckdb.OutOfMemoryException):
+                # Landing goes before reading: what queries hold is given back, and the caller tries again.
+                self.interrupt_readers()
+            if _is_datas_fault(e):
+                msg = f"the data plane cannot take this: {_short(e)}"
+                raise InvalidInput(msg) from e
+            if isinstance(e, duckdb.Error):
+                msg = f"the data plane could not write: {_short(e)}"
+                raise Unavailable(msg, code="data_plane") from e
+            raise
+
+    def _roll_back(self, connection: Connection, error: BaseException) -> None:
+        broken = _is_broken(error)
+        try:
+            connection.execute("ROLLBACK")
+        except duckdb.Error as e:
+            # "no transaction is active" is what a failed COMMIT leaves behind, and is fine.
+            broken = broken or _is_broken(e)
+        if broken:
+            try:
+                self._reopen()
+            except (Conflict, Unavailable) as e:
+                log.warning("the database stays closed until the next try", extra={"reason": str(e)[:300]})
+
+    async def read(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run `work(cursor, ...)` on a reader's thread, on a snapshot that no writer waits for."""
+        return await self._in(self._readers, lambda: self.with_cursor(work, *args, **kwargs))
+
+    def with_cursor(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run `work(cursor, ...)` in this thread, read-only; raise `Unavailable` if the file is closed."""
+        with self._lock:
+            if self._connection is None:
+                msg = "the data plane is closed at the moment: try again"
+                raise Unavailable(msg, code="data_plane")
+            cursor = self._connection.cursor()
+            self._cursors.add(cursor)
+        try:
+            cursor.execute("BEGIN TRANSACTION READ ONLY")
+            return work(cursor, *args, **kwargs)
+        finally:
+            with self._lock:
+                self._cursors.discard(cursor)
+            cursor.close()
+
+    def interrupt_readers(self) -> None:
+        """Make every read that is under way end with `duckdb.InterruptException`."""
+        with self._lock:
+            for cursor in self._cursors:
+                cursor.interrupt()
+
+    @staticmethod
+    async def _in(executor: ThreadPoolExecutor, call: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(executor, call)
+
+
+def _is_datas_fault(error: BaseException) -> bool:
+    """Whether the statement's data, and not the disk or the memory, is to blame."""
+    return isinstance(error, duckdb.DataError | duckdb.InvalidInputException)
+
+
+def _is_broken(error: BaseException) -> bool:
+    return isinstance(error, duckdb.FatalException | duckdb.InternalException) or (
+        isinstance(error, duckdb.Error) and any(word in str(error).lower() for word in _BROKEN)
+    )
+
+
+def _cannot_open(path: Path, error: BaseException) -> Conflict | Unavailable:
+    text = str(error)
+    if "lock" in text.lower():
+        found = re.search(r"PID (\d+)", text)
+        holder = f"process {found[1]}" if found else "another process"
+        msg = f"{path} is already open in {holder}: one completion service owns a data plane; stop the other one first"
+        return Conflict(msg, code="already_running")
+    msg = f"cannot open the database {path}: {text.splitlines()[0][:300] if text else type(error).__name__}"
+    return Unavailable(msg, code="data_plane")
+
+
+def _short(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

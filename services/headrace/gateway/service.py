@@ -1,0 +1,51 @@
+"""The gateway's service: takes work in at `hr.api.submit` and answers with a receipt once it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Raw
+
+from headrace.gateway.intake import store
+from headrace.gateway.requests import Receipt, read_request
+from headrace.mesh.microservice import ApiServer
+from headrace.mesh.service import Service
+from headrace.mesh.settings import Settings
+
+
+class GatewayService(Service):
+    """The front door for work. It keeps no state: any number may run, and each restarts alone.
+
+    A stop goes in this order:
+
+    1. take no more requests
+    2. answer those in hand: each is stored and confirmed, or its asker is told that it is not known
+    3. close the connection
+    """
+
+    name = "gateway"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._api: ApiServer | None = None
+
+    async def on_start(self) -> None:
+        """Serve; `nats service ls` shows `headrace-gateway` from now on."""
+        self._api = ApiServer(
+            self.mesh,
+            "headrace-gateway",
+            description="The front door: takes work in and answers with a receipt",
+        )
+        self._api.endpoint("submit", Raw, self._submit)
+        await self._api.start()
+        # A service that says it is ready is heard: the broker has read the subscriptions.
+        await self.mesh.flush()
+
+    async def on_drain(self) -> None:
+        """Take no more requests and answer those in hand."""
+        if self._api is not None:
+            await self._api.stop()
+
+    async def _submit(self, body: Raw, headers: Mapping[str, str]) -> Receipt:
+        request = read_request(bytes(body), self.settings.tenant)
+        return await store(self.mesh, request, headers)

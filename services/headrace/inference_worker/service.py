@@ -1,0 +1,175 @@
+"""The inference worker as a service: its start and its stop, each a list of steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from headrace.contracts.errors import HeadraceError
+from headrace.contracts.messages import FunctionSpec
+from headrace.contracts.names import Lane
+from headrace.contracts.topology import ConsumerSpec
+from headrace.inference_worker.cancellation import CancellationWatch
+from headrace.inference_worker.engine_host import EngineHost
+from headrace.inference_worker.engines.protocol import Engine
+from headrace.inference_worker.engines.registry import EngineOptions, create_engine
+from headrace.inference_worker.feeder import Feeder
+from headrace.inference_worker.finishing import Finisher
+from headrace.inference_worker.ledger import TokenLedger
+from headrace.inference_worker.outcomes import Outcomes
+from headrace.inference_worker.registration import ensure_function, spec_of
+from headrace.inference_worker.reports import Reporter
+from headrace.inference_worker.retries import RetryPolicy
+from headrace.inference_worker.runner import Runner
+from headrace.mesh.connection import Mesh
+from headrace.mesh.leases import LeaseKeeper
+from headrace.mesh.service import Service
+from headrace.mesh.settings import Settings, WorkerSettings
+from headrace.mesh.settle import Settler
+
+EngineFactory = Callable[[WorkerSettings], Engine]
+"""Makes the engine of a worker. A function over rows is hosted the same way: an `Engine` whose `run` answers
+with `Output(value=...)` and that takes rows only is all that a worker needs to serve it.
+"""
+
+UNSETTLED_PER_SLOT: Final = 4
+LEAST_UNSETTLED: Final = 1_000
+
+
+class WorkerService(Service):
+    """Pulls tasks of one function when its engine has room, runs them, publishes results, then acks.
+
+    Start: connect; load the model; register the function, or check the registered one; hold leases; bind the
+    consumers and pull. Stop:
+
+    1. stop pulling
+    2. give back what has not started
+    3. let running items finish within `grace_s`, leases renewed, and hand over those that do not
+    4. settle what is finished: results stored, acks confirmed
+    5. stop the engine, then the leases, then close the connection
+    """
+
+    name = "worker"
+
+    def __init__(self, settings: Settings, engine_factory: EngineFactory | None = None) -> None:
+        super().__init__(settings)
+        factory = engine_factory or engine_of
+        self.worker = settings.worker.name or worker_name()
+        self.host = EngineHost(lambda: factory(settings.worker))
+        self.leases = LeaseKeeper(settings, self.worker)
+        self.runner: Runner | None = None
+        self.feeder: Feeder | None = None
+        self.reporter: Reporter | None = None
+        self._unsettled_limit = LEAST_UNSETTLED
+
+    async def on_start(self) -> None:
+        """Load the model, then take work."""
+        settings, mesh = self.settings, self.mesh
+        await self.host.start()
+        info = self.host.info
+        spec = await ensure_function(mesh, spec_of(settings.worker.function, info))
+        await self.leases.start()
+        ledger = TokenLedger.of_engine(
+            info, high_water=settings.worker.high_water, low_water=settings.worker.low_water
+        )
+        self._unsettled_limit = max(LEAST_UNSETTLED, UNSETTLED_PER_SLOT * ledger.slot_limit)
+        finisher = Finisher(
+            outcomes=Outcomes(mesh, self.worker, info),
+            settler=Settler(mesh, self.leases),
+            leases=self.leases,
+            max_tries=settings.max_tries,
+            retries=RetryPolicy(),
+        )
+        runner = self.runner = Runner(
+            host=self.host,
+            ledger=ledger,
+            spec=spec,
+            finisher=finisher,
+            leases=self.leases,
+            worker=self.worker,
+        )
+        feeder = self.feeder = Feeder(
+            mesh,
+            consumers_of(mesh, spec),
+            ledger,
+            receive=runner.receive,
+            may_pull=self._may_pull,
+            longest=info.max_model_len or spec.max_model_len,
+        )
+        self.reporter = Reporter(
+            mesh, worker=self.worker, function=spec.name, host=self.host, ledger=ledger, runner=runner
+        )
+        runner.on_free = finisher.on_settled = feeder.wake
+        finisher.on_given_back = feeder.expect
+        self.host.on_up = runner.place_free
+        self.spawn(self.host.keep_alive(), "engine")
+        watchdog = self.host.watch_tokens(settings.worker.token_timeout_s, lambda: len(runner.running))
+        self.spawn(watchdog, "watchdog")
+        self.spawn(CancellationWatch(mesh, runner).run(), "cancellations")
+        self.spawn(self.reporter.run(), "reports")
+        self.spawn(self._watch_leases(), "leases")
+        await feeder.start()
+
+    async def on_drain(self) -> None:
+        """Steps 1 to 4 of a stop."""
+        if self.runner is not None:
+            self.runner.draining = True  # what the broker has sent already goes back as well
+        if self.feeder is not None:
+            await self.feeder.stop()
+        if self.runner is not None:
+            await self.runner.drain(self.settings.grace_s)
+        if self.reporter is not None:
+            await self.reporter.send()
+
+    async def on_stop(self) -> None:
+        """Step 5 of a stop."""
+        if self.feeder is not None:
+            await self.feeder.stop()
+        await self.host.stop()
+        await self.leases.stop()
+
+    def _may_pull(self) -> bool:
+        """Results that cannot be stored (a full stream) hold up the pulling, and so the whole worker."""
+        return (
+            self.host.up
+            and self.runner is not None
+            and self.runner.finisher.unsettled < self._unsettled_limit
+        )
+
+    async def _watch_leases(self) -> None:
+        while not self.leases.failed.is_set():  # noqa: ASYNC110  (a thread's event: nothing in this loop wakes)
+            await asyncio.sleep(0.25)
+        raise HeadraceError("leases are not renewed any more", code="unavailable")
+
+
+def consumers_of(mesh: Mesh, spec: FunctionSpec) -> list[tuple[Lane, int, ConsumerSpec]]:
+    """Every consumer of a function with its lane and shape, urgent first."""
+    return [
+        (lane, shape, mesh.topology.task_consumer(spec.name, lane, shape))
+        for lane in Lane
+        if lane in spec.lanes
+        for shape in spec.shapes()
+    ]
+
+
+def engine_of(settings: WorkerSettings) -> Engine:
+    """The engine that the settings name."""
+    options = EngineOptions(
+        model=settings.model,
+        slots=settings.slots or None,
+        context=settings.context or None,
+        threads=settings.threads or None,
+        extra=settings.engine_options,
+    )
+    return create_engine(settings.engine, options)
+
+
+def worker_name() -> str:
+    """`<host>-<pid>-<random>`: readable, and unique over restarts and containers that share both."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64].strip("-") or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"

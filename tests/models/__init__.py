@@ -1,0 +1,1 @@
+"""Models made on the spot, for tests of engines that need one."""
