@@ -67,7 +67,9 @@ async def test_expired_pull_gives_demand_back_exactly(mesh: Mesh) -> None:
     spec = await fill(mesh, 3)
     got: list[Delivery] = []
     lost: list[int] = []
-    consumer = PullConsumer(mesh, spec, got.append, on_demand_lost=lambda: lost.append(1), expires_s=1.0, heartbeat_s=0.4)
+    consumer = PullConsumer(
+        mesh, spec, got.append, on_demand_lost=lambda: lost.append(1), expires_s=1.0, heartbeat_s=0.4
+    )
     await consumer.start()
     consumer.ask(4)
     consumer.ask(4)
@@ -101,7 +103,9 @@ async def test_retry_comes_back_after_its_delay_and_counts(mesh: Mesh) -> None:
     spec = await fill(mesh, 1)
     settler = Settler(mesh)
     got: list[tuple[float, int]] = []
-    consumer = PullConsumer(mesh, spec, lambda d: got.append((time.monotonic(), d.delivered)) or pending.append(d))
+    consumer = PullConsumer(
+        mesh, spec, lambda d: got.append((time.monotonic(), d.delivered)) or pending.append(d)
+    )
     pending: list[Delivery] = []
     await consumer.start()
     consumer.ask(2)
@@ -141,7 +145,9 @@ async def test_cancelled_settle_that_has_begun_still_completes(mesh: Mesh) -> No
     await consumer.start()
     consumer.ask(1)
     await until(lambda: len(got) == 1)
-    task = asyncio.ensure_future(settler.settle(got[0], Done((OutMessage(mesh.subjects.result("job", "f", "j"), b"r"),))))
+    task = asyncio.ensure_future(
+        settler.settle(got[0], Done((OutMessage(mesh.subjects.result("job", "f", "j"), b"r"),)))
+    )
     await asyncio.sleep(0)
     task.cancel()
     await settler.drain()
@@ -204,7 +210,7 @@ async def test_lease_is_renewed_while_the_loop_is_blocked(mesh: Mesh, settings: 
     await consumer.start()
     consumer.ask(5)
     await until(lambda: len(got) == 1)
-    time.sleep(2.5)  # noqa: ASYNC251  compute that holds the loop, two and a half leases long
+    time.sleep(2.5)
     settler = Settler(mesh, leases)
     await settler.settle(got[0], Done())
     assert len(leases) == 0

@@ -55,7 +55,9 @@ async def test_two_batches_staged_at_once_commit_in_order(mesh: Mesh) -> None:
 async def test_publish_all_of_one_and_many(mesh: Mesh) -> None:
     subject = mesh.subjects.result("job", "f", "j")
     assert (await publish_all(mesh, mesh.topology.results, [OutMessage(subject, b"x")])).count == 1
-    assert (await publish_all(mesh, mesh.topology.results, [OutMessage(subject, b"x", b"a: b\r\n")] * 7)).count == 7
+    assert (
+        await publish_all(mesh, mesh.topology.results, [OutMessage(subject, b"x", b"a: b\r\n")] * 7)
+    ).count == 7
 
 
 async def test_too_large_is_refused_and_the_connection_stays(mesh: Mesh) -> None:

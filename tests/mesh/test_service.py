@@ -64,7 +64,9 @@ async def test_a_failed_start_frees_what_was_taken(settings: Settings) -> None:
     assert service.mesh.closed.is_set()
 
 
-async def test_no_broker_is_one_sentence(settings: Settings, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_broker_is_one_sentence(
+    settings: Settings, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.mesh.connection.FIRST_CONNECT_S", 0.2)
     nats_server.kill()
     with pytest.raises(Unavailable, match=f"no broker answers at nats://127.0.0.1:{nats_server.port}"):
@@ -106,7 +108,7 @@ SCRIPT = textwrap.dedent(
 @pytest.mark.parametrize("how", ["quick", "hang"])
 async def test_first_signal_drains_second_ends(nats_server: NatsServer, tmp_path: Path, how: str) -> None:
     ready = tmp_path / "ready"
-    process = subprocess.Popen(  # noqa: ASYNC220
+    process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, nats_server.url, how],
         stdout=subprocess.PIPE,
         env={**os.environ, "HEADRACE_READY_FILE": str(ready)},

@@ -11,7 +11,9 @@ from headrace.mesh.settings import load_settings
 
 
 def test_precedence(tmp_path: Path) -> None:
-    (tmp_path / "headrace.toml").write_text('url = "nats://file:1"\nmax_tries = 7\n[worker]\nengine = "sim"\nslots = 3\n')
+    (tmp_path / "headrace.toml").write_text(
+        'url = "nats://file:1"\nmax_tries = 7\n[worker]\nengine = "sim"\nslots = 3\n'
+    )
     env = {"HEADRACE_NATS_URL": "nats://env:1", "HEADRACE_WORKER_SLOTS": "4"}
     s = load_settings(tmp_path, {"worker.engine": "echo", "worker.model": None}, environ=env)
     assert (s.url, s.max_tries, s.worker.engine, s.worker.slots) == ("nats://env:1", 7, "echo", 4)

@@ -184,7 +184,7 @@ def test_one_item_from_submit_to_land(on):
         "gen_ai.usage.output_tokens": 16,
     }
     assert [s["kind"] for s in (by_name["submit"], send, process, chat)] == [1, 4, 5, 3]
-    assert send["resource"]["service.name"] == "test"
+    assert send["resource"]["service.name"] == "headrace-test"
     assert send["resource"]["service.instance.id"]
     assert SECRET not in str(got)
 

@@ -22,7 +22,9 @@ class StructuredOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     json: dict[str, Any] | Annotated[str, Meta(max_length=65_536)] | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=8_192)] | None = None
-    choice: Annotated[list[Annotated[str, Meta(max_length=4_096)]], Meta(min_length=1, max_length=1_024)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, Meta(max_length=4_096)]], Meta(min_length=1, max_length=1_024)] | None
+    ) = None
     grammar: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
     json_object: bool = False
 
@@ -30,7 +32,8 @@ class StructuredOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         chosen = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None]
         chosen += ["json_object"] if self.json_object else []
         if len(chosen) != 1:
-            msg = f"structured_outputs takes exactly one of json, regex, choice, grammar, json_object; got {chosen or 'none'}"
+            got = ", ".join(chosen) or "none"
+            msg = f"structured_outputs takes exactly one of json, regex, choice, grammar, json_object; got {got}"
             raise ValueError(msg)
 
 
@@ -63,7 +66,9 @@ class Generation(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1_024)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1_024)] | None
+    ) = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=65_536)] | None = None
     structured_outputs: StructuredOutput | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0

@@ -17,13 +17,15 @@ from headrace.contracts.names import (
     Count,
     CustomId,
     Fingerprint,
-    Generation as GenerationNumber,
     Index,
     Lane,
     Micros,
     ShortText,
     Token,
     TokenId,
+)
+from headrace.contracts.names import (
+    Generation as GenerationNumber,
 )
 
 # --- what a task asks -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from headrace.contracts.errors import InvalidInput
 from headrace.contracts.names import Lane, check_token
 
 DEFAULT_PREFIX = "hr"
+_TASK_TOKENS = 6
 MAX_SHAPE = 24
 """Largest shape: 2^24 tokens, more than any model's context."""
 
@@ -67,7 +68,12 @@ class Subjects:
     def parse_task(self, subject: str) -> TaskAddress:
         """Take a task's subject apart; raise `InvalidInput` if it is none."""
         parts = subject.split(".")
-        if len(parts) != 6 or parts[0] != self.prefix or parts[1] != "tasks" or parts[4][:1] != "t":
+        if (
+            len(parts) != _TASK_TOKENS
+            or parts[0] != self.prefix
+            or parts[1] != "tasks"
+            or parts[4][:1] != "t"
+        ):
             msg = f"subject {subject[:200]!r} is not a task's"
             raise InvalidInput(msg, field="subject")
         try:

@@ -52,7 +52,9 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
             "max_msgs_per_subject": self.max_msgs_per_subject,
             "max_msg_size": -1,
             "num_replicas": replicas,
-            "duplicate_window": min(self.duplicate_window, self.max_age) if self.max_age else self.duplicate_window,
+            "duplicate_window": min(self.duplicate_window, self.max_age)
+            if self.max_age
+            else self.duplicate_window,
             "allow_direct": self.allow_direct,
             "deny_delete": self.deny_delete,
             "deny_purge": self.deny_purge,
@@ -99,12 +101,19 @@ class Topology:
     Stream names carry the prefix too (`HR_TASKS`), so that meshes with other prefixes stand apart.
     """
 
-    def __init__(self, subjects: Subjects | None = None, *, ack_wait_s: float = 30.0, max_bytes: int = -1) -> None:
+    def __init__(
+        self, subjects: Subjects | None = None, *, ack_wait_s: float = 30.0, max_bytes: int = -1
+    ) -> None:
         self.subjects = subjects or Subjects()
         self.ack_wait_s = ack_wait_s
         self.max_bytes = max_bytes
         p = self.subjects.prefix.upper().replace("-", "_")
-        self.tasks, self.results, self.jobs, self.dead = f"{p}_TASKS", f"{p}_RESULTS", f"{p}_JOBS", f"{p}_DEAD"
+        self.tasks, self.results, self.jobs, self.dead = (
+            f"{p}_TASKS",
+            f"{p}_RESULTS",
+            f"{p}_JOBS",
+            f"{p}_DEAD",
+        )
         self.functions_bucket, self.workers_bucket = f"{p}_functions", f"{p}_workers"
 
     def streams(self) -> list[StreamSpec]:
@@ -147,7 +156,9 @@ class Topology:
             _bucket(self.workers_bucket, "reports of running workers", max_age_s=15.0),
         ]
 
-    def task_consumer(self, function: str, lane: Lane | str, shape: int, *, max_ack_pending: int = 20_000) -> ConsumerSpec:
+    def task_consumer(
+        self, function: str, lane: Lane | str, shape: int, *, max_ack_pending: int = 20_000
+    ) -> ConsumerSpec:
         """The consumer of one (function, lane, shape)."""
         return ConsumerSpec(
             stream=self.tasks,
@@ -178,7 +189,10 @@ class Topology:
     def jobs_consumer(self) -> ConsumerSpec:
         """Job events, for the states of jobs."""
         return ConsumerSpec(
-            stream=self.jobs, durable="completion", filter_subject=self.subjects.all_jobs(), ack_wait_s=self.ack_wait_s
+            stream=self.jobs,
+            durable="completion",
+            filter_subject=self.subjects.all_jobs(),
+            ack_wait_s=self.ack_wait_s,
         )
 
     def dead_consumer(self) -> ConsumerSpec:

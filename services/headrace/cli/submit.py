@@ -125,9 +125,15 @@ def submit(
 async def _submit(
     settings: Settings, file: str, job: str, options: SubmitOptions, model: str | None, shown: SubmitProgress
 ) -> Receipt:
-    async with await connect(settings, name="submit") as mesh:
-        with shown:
-            return await submit_file(mesh, file, job=job, options=options, on_progress=shown, model=model)
+    from headrace.mesh import tracing
+
+    tracing.setup_tracing("submit")
+    try:
+        async with await connect(settings, name="submit") as mesh:
+            with shown:
+                return await submit_file(mesh, file, job=job, options=options, on_progress=shown, model=model)
+    finally:
+        tracing.shutdown_tracing()
 
 
 def _options(

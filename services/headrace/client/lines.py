@@ -35,7 +35,7 @@ def split_lines(
     Raise `InvalidInput` for UTF-16. The last line needs no line break.
     """
     number = 1
-    data = _without_bom(read(chunk))
+    data = _without_bom(read(chunk)) or read(chunk)
     rest: list[bytes] = []  # the line that began in earlier chunks
     size = 0
     while data:

@@ -33,7 +33,7 @@ NO_RESPONDERS = "503"
 def backoff_s(attempt: int, *, base: float = 0.05, cap: float = MAX_BACKOFF_S) -> float:
     """Delay before try `attempt` (0, 1, ...): exponential with full jitter in its upper half, in seconds."""
     full = min(cap, base * 2.0 ** min(attempt, 16))
-    return full * random.uniform(0.5, 1.0)  # noqa: S311  (jitter, not a secret)
+    return full * random.uniform(0.5, 1.0)
 
 
 class Mesh:
@@ -95,7 +95,9 @@ class Mesh:
             msg = f"no broker answers at {_shown(s.url)}: {reason or type(reason).__name__}"
             raise Unavailable(msg) from None
         self._down = False
-        await self.nc.subscribe(f"{self._inbox}.r.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+        await self.nc.subscribe(
+            f"{self._inbox}.r.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0
+        )
 
     # --- properties --------------------------------------------------------------------------------
     @property

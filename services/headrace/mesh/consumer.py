@@ -24,7 +24,14 @@ log = logging.getLogger("headrace.mesh.consumer")
 
 PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
-_SHUT = ("leadership change", "server shutdown", "consumer deleted", "stream deleted", "consumer is push based")
+_SHORT_ACK_TOKENS = 9
+_SHUT = (
+    "leadership change",
+    "server shutdown",
+    "consumer deleted",
+    "stream deleted",
+    "consumer is push based",
+)
 
 
 class Delivery:
@@ -44,7 +51,7 @@ class Delivery:
         # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<ns>.<pending>, or the same
         # behind a domain and an account hash.
         parts = msg.reply.split(".")
-        at = 2 if len(parts) == 9 else 4
+        at = 2 if len(parts) == _SHORT_ACK_TOKENS else 4
         self.stream, self.consumer = parts[at], parts[at + 1]
         self.delivered = int(parts[at + 2])
         self.stream_seq = int(parts[at + 3])
@@ -155,7 +162,9 @@ class PullConsumer:
             level = logging.ERROR if "deleted" in text else logging.WARNING
             self._later("pulling was refused", text or status, level=level)
         else:
-            log.error("unexpected status", extra={"consumer": self.spec.durable, "status": status, "text": text})
+            log.error(
+                "unexpected status", extra={"consumer": self.spec.durable, "status": status, "text": text}
+            )
             self._later("pulling was refused", text or status)
 
     def _later(self, what: str, why: str, *, level: int = logging.WARNING) -> None:
@@ -164,7 +173,11 @@ class PullConsumer:
             return
         delay = backoff_s(self._failures, base=0.1)
         self._failures += 1
-        extra = {"consumer": f"{self.spec.stream}/{self.spec.durable}", "reason": why, "retry_in_s": round(delay, 2)}
+        extra = {
+            "consumer": f"{self.spec.stream}/{self.spec.durable}",
+            "reason": why,
+            "retry_in_s": round(delay, 2),
+        }
         log.log(level, what, extra=extra)
         self._resetting = asyncio.get_running_loop().create_task(self._reset(delay))
 
@@ -273,4 +286,3 @@ class BatchConsumer:
                     await self._arrived.wait()
             except TimeoutError:
                 return
-

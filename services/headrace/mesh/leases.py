@@ -49,7 +49,7 @@ class LeaseKeeper:
 
     async def watch(self) -> None:
         """Raise once the thread has ended by itself; run it as a side task of the service."""
-        while not self.failed.is_set():
+        while not self.failed.is_set():  # noqa: ASYNC110  (set by a thread, seldom: a poll is enough)
             await asyncio.sleep(1.0)
         msg = "the thread that renews leases ended"
         raise HeadraceError(msg)
@@ -96,7 +96,9 @@ class LeaseKeeper:
         now = time.monotonic()
         due = [r for r, (at, ack_wait_s) in list(self._held.items()) if now - at >= ack_wait_s / 3]
         for i in range(0, len(due), 1_000):
-            await mesh.publish_frames([wire.frame(OutMessage(reply, IN_PROGRESS)) for reply in due[i : i + 1_000]])
+            await mesh.publish_frames(
+                [wire.frame(OutMessage(reply, IN_PROGRESS)) for reply in due[i : i + 1_000]]
+            )
         for reply in due:
             held = self._held.get(reply)
             if held is not None:  # settled meanwhile: renewing a settled message changes nothing

@@ -16,7 +16,15 @@ import nats.micro
 from nats.micro.request import Request
 from nats.micro.service import EndpointConfig, ServiceConfig
 
-from headrace.contracts.errors import Conflict, HeadraceError, InvalidInput, NotFound, Refused, Unavailable, Undecodable
+from headrace.contracts.errors import (
+    Conflict,
+    HeadraceError,
+    InvalidInput,
+    NotFound,
+    Refused,
+    Unavailable,
+    Undecodable,
+)
 from headrace.mesh.connection import Mesh
 
 log = logging.getLogger("headrace.mesh.api")
@@ -26,7 +34,14 @@ _STATUS: tuple[tuple[type[HeadraceError], str], ...] = (
     (InvalidInput, "400"), (Undecodable, "400"), (NotFound, "404"), (Conflict, "409"), (Refused, "422"),
     (Unavailable, "503"),
 )  # fmt: skip
-_BY_STATUS = {"400": InvalidInput, "404": NotFound, "409": Conflict, "422": Refused, "503": Unavailable, "504": Unavailable}
+_BY_STATUS = {
+    "400": InvalidInput,
+    "404": NotFound,
+    "409": Conflict,
+    "422": Refused,
+    "503": Unavailable,
+    "504": Unavailable,
+}
 
 Req = TypeVar("Req")
 Handler = Callable[[Req, Mapping[str, str]], Awaitable[Any]]
@@ -56,7 +71,9 @@ class ApiServer:
             if len(self._tasks) >= MAX_CONCURRENT:
                 await self._error(request, Unavailable(f"{name} is busy: try again", code="busy"))
                 return
-            task = asyncio.get_running_loop().create_task(self._answer(name, request, decode, handler, timeout_s))
+            task = asyncio.get_running_loop().create_task(
+                self._answer(name, request, decode, handler, timeout_s)
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -89,7 +106,8 @@ class ApiServer:
         handler: Handler[Any],
         timeout_s: float,
     ) -> None:
-        if not request._msg.reply:  # noqa: SLF001  (published, not requested: nobody waits for an answer)
+        # Published, not requested: nobody waits for an answer, so nothing is done.
+        if not request._msg.reply:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  (there is no public way)
             return
         try:
             try:
@@ -111,7 +129,9 @@ class ApiServer:
             await self._error(request, e)
         except Exception:
             log.exception("request failed", extra={"endpoint": name})
-            await self._error(request, HeadraceError("internal error; the service's log has it", code="internal"))
+            await self._error(
+                request, HeadraceError("internal error; the service's log has it", code="internal")
+            )
 
     async def _error(self, request: Request, error: HeadraceError, *, status: str = "") -> None:
         self._errors += 1

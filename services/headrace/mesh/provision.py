@@ -56,7 +56,9 @@ async def provision(mesh: Mesh, *, dry_run: bool = False) -> list[str]:
 
 async def _create_stream(mesh: Mesh, spec: StreamSpec) -> None:
     try:
-        await call(mesh, f"STREAM.CREATE.{spec.name}", spec.config(replicas=mesh.settings.replicas), timeout_s=10)
+        await call(
+            mesh, f"STREAM.CREATE.{spec.name}", spec.config(replicas=mesh.settings.replicas), timeout_s=10
+        )
     except JetStreamError as e:
         if e.err_code != STREAM_EXISTS:
             raise  # STREAM_EXISTS: another process made it a moment ago
@@ -91,7 +93,9 @@ async def create_consumer(mesh: Mesh, spec: ConsumerSpec) -> None:
     """Make a durable pull consumer; one that exists with the same settings is fine, another is a `Conflict`."""
     body = {"stream_name": spec.stream, "config": spec.config(), "action": "create"}
     try:
-        await call(mesh, f"CONSUMER.CREATE.{spec.stream}.{spec.durable}.{spec.filter_subject}", body, timeout_s=10)
+        await call(
+            mesh, f"CONSUMER.CREATE.{spec.stream}.{spec.durable}.{spec.filter_subject}", body, timeout_s=10
+        )
     except JetStreamError as e:
         if e.err_code not in CONSUMER_EXISTS:
             raise
@@ -131,7 +135,11 @@ async def register_function(mesh: Mesh, spec: FunctionSpec) -> None:
     if stored is None or not stored.data:
         try:
             await publish(
-                mesh, stream, key, codec.FUNCTION.encode(spec), expected_last_subject_seq=stored.sequence if stored else 0
+                mesh,
+                stream,
+                key,
+                codec.FUNCTION.encode(spec),
+                expected_last_subject_seq=stored.sequence if stored else 0,
             )
         except JetStreamError:
             stored = await last_message(mesh, stream, key)  # another worker registered it a moment ago

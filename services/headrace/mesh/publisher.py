@@ -117,7 +117,10 @@ class AtomicBatch:
 
         Raise `Refused` for one over max_payload, `JetStreamError` if the broker opens no batch now.
         """
-        limit, prefix = self._mesh.max_payload, b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: " % self._id.encode()
+        limit, prefix = (
+            self._mesh.max_payload,
+            b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: " % self._id.encode(),
+        )
         frames: list[bytes] = []
         for message in messages:
             wire.check_size(message, limit, 90)
@@ -161,7 +164,9 @@ class AtomicBatch:
         return ack
 
 
-async def publish_all(mesh: Mesh, stream: str, messages: list[OutMessage], *, timeout_s: float = 10.0) -> PubAck:
+async def publish_all(
+    mesh: Mesh, stream: str, messages: list[OutMessage], *, timeout_s: float = 10.0
+) -> PubAck:
     """Store all of `messages` (1..1000) or none, with one ack."""
     if len(messages) == 1:
         return await publish_message(mesh, stream, messages[0], timeout_s=timeout_s)

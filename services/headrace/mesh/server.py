@@ -32,7 +32,9 @@ def find_server_binary() -> str:
 
 def server_version(binary: str) -> tuple[int, int, int]:
     """Version of `binary`, as it says itself."""
-    out = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout  # noqa: S603
+    out = subprocess.run(
+        [binary, "--version"], capture_output=True, text=True, timeout=10, check=False
+    ).stdout
     found = re.search(r"v(\d+)\.(\d+)\.(\d+)", out)
     return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 
@@ -117,7 +119,7 @@ jetstream {{
         command = self.command()
         with contextlib.suppress(FileNotFoundError):
             self.log.rename(self.log.with_suffix(".log.old"))
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

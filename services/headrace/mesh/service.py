@@ -136,7 +136,7 @@ def run_service(factory: Callable[[Settings], Service], settings: Settings) -> i
     service_name = getattr(factory, "name", "service")
     setup_logging(service_name, settings.log_level)
     # The tracing room is imported here since it needs the SDK, which most tests of services do without.
-    from headrace.mesh import tracing  # noqa: PLC0415
+    from headrace.mesh import tracing
 
     tracing.setup_tracing(service_name)
     try:
@@ -144,6 +144,13 @@ def run_service(factory: Callable[[Settings], Service], settings: Settings) -> i
             return runner.run(_run(factory, settings))
     finally:
         tracing.shutdown_tracing()
+
+
+def write_ready_file(path: Path) -> None:
+    """Say that this process is started: its id, written whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(str(os.getpid()))
+    partial.replace(path)
 
 
 async def _run(factory: Callable[[Settings], Service], settings: Settings) -> int:
@@ -176,9 +183,7 @@ async def _run(factory: Callable[[Settings], Service], settings: Settings) -> in
         stop_early.cancel()
     ready = os.environ.get("HEADRACE_READY_FILE")
     if ready:
-        partial = Path(f"{ready}.{os.getpid()}")
-        partial.write_text(str(os.getpid()))
-        partial.replace(ready)
+        write_ready_file(Path(ready))
     log.info("ready")
     await service.run_until_stopped()
     with contextlib.suppress(asyncio.CancelledError):

@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -160,11 +160,11 @@ def _check_names(data: dict[str, Any], where: str) -> None:
         if key not in Settings.__struct_fields__:
             msg = f"unknown setting {key!r} in {where}: known are {', '.join(Settings.__struct_fields__)}"
             raise InvalidInput(msg, field=key, code="invalid_setting")
-        section = _SECTIONS.get(key)
-        if section and isinstance(value, dict):
-            for name in value:
-                if name not in section.__struct_fields__:
-                    msg = f"unknown setting {key}.{name} in {where}: known are {', '.join(section.__struct_fields__)}"
+        if key in _SECTIONS and isinstance(value, dict):
+            known = _SECTIONS[key].__struct_fields__
+            for name in cast("dict[str, Any]", value):
+                if name not in known:
+                    msg = f"unknown setting {key}.{name} in {where}: known are {', '.join(known)}"
                     raise InvalidInput(msg, field=f"{key}.{name}", code="invalid_setting")
 
 

@@ -116,7 +116,7 @@ class Settler:
             try:
                 if group.results:
                     await self._store(group.results)
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001  (whatever it is, those who wait must hear of it)
                 _fail(group.futures, e)
                 continue
             crash_point("result-published")
@@ -175,7 +175,11 @@ class Settler:
         for attempt in range(ACK_TRIES):
             try:
                 await self._mesh.publish_frames(
-                    [wire.frame(OutMessage(d.reply, b"+ACK")) for d in deliveries if last[d.consumer] is not d]
+                    [
+                        wire.frame(OutMessage(d.reply, b"+ACK"))
+                        for d in deliveries
+                        if last[d.consumer] is not d
+                    ]
                 )
                 async with asyncio.TaskGroup() as group:
                     for d in last.values():
@@ -253,10 +257,14 @@ async def dead_letter(mesh: Mesh, delivery: Delivery, reason: str, *, origin: st
                 raise
             delay = backoff_s(attempt)
             attempt += 1
-            log.warning("dead letter is not stored yet", extra={"reason": str(e)[:300], "retry_in_s": round(delay, 2)})
+            log.warning(
+                "dead letter is not stored yet", extra={"reason": str(e)[:300], "retry_in_s": round(delay, 2)}
+            )
             await asyncio.sleep(delay)
         else:
-            log.warning("message is dead-lettered", extra={"subject": delivery.subject, "reason": reason[:300]})
+            log.warning(
+                "message is dead-lettered", extra={"subject": delivery.subject, "reason": reason[:300]}
+            )
             return
 
 

@@ -65,7 +65,7 @@ def configured(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def setup_tracing(service: str) -> None:
-    """Start exporting spans of this process as `service.name` = `service`, if the environment asks for it.
+    """Start exporting spans of this process as `headrace-<service>`, if the environment asks for it.
 
     `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` come before it. A second call does nothing.
     """
@@ -83,7 +83,11 @@ def setup_tracing(service: str) -> None:
     if protocol and protocol != "http/protobuf":
         log.warning("OTLP protocol %s is not spoken here: spans go out as http/protobuf", protocol)
     ours = Resource(
-        {"service.namespace": "headrace", "service.name": service, "service.instance.id": str(uuid.uuid4())}
+        {
+            "service.namespace": "headrace",
+            "service.name": f"headrace-{service}",
+            "service.instance.id": str(uuid.uuid4()),
+        }
     )
     resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
     # No exit handler: the SDK's waits up to 30 s for a receiver that is down. `shutdown_tracing` has a bound.

@@ -1,0 +1,24 @@
+"""Submit a file as a process of its own: URL FILE JOB PATIENCE_S. Prints the receipt or the error; exit 0 or 1."""
+
+import asyncio
+import sys
+
+import msgspec
+
+from headrace.client import AsyncClient
+from headrace.contracts.errors import HeadraceError
+
+
+async def main(url: str, source: str, job: str, patience_s: float) -> int:
+    async with AsyncClient(url) as client:
+        try:
+            receipt = await client.submit(source, job=job, patience_s=patience_s)
+        except HeadraceError as e:
+            print(msgspec.json.encode({"error": {"code": e.code, "message": str(e)}}).decode())
+            return 1
+        print(msgspec.json.encode(receipt).decode())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))))
