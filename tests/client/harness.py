@@ -31,7 +31,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def plain(n: int, *, first: int = 0, size: int = 20, **fields: Any) -> list[dict[str, Any]]:
-    return [{"prompt": f"prompt {i} ".ljust(size, "x"), "custom_id": f"id-{i}", **fields} for i in range(first, first + n)]
+    return [
+        {"prompt": f"prompt {i} ".ljust(size, "x"), "custom_id": f"id-{i}", **fields}
+        for i in range(first, first + n)
+    ]
 
 
 def write(path: Path, lines: Iterable[dict[str, Any] | str]) -> Path:
@@ -53,14 +56,16 @@ def text_line(**body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def acceptance(*, max_payload: int = 1 << 20, spec: FunctionSpec = SPEC, tokeniser: Any = None, **decoder: Any) -> Acceptance:
-    maker = TaskMaker(
-        Subjects(), spec, job="j", lane=Lane.NORMAL, tenant="default", max_payload=max_payload
-    )
+def acceptance(
+    *, max_payload: int = 1 << 20, spec: FunctionSpec = SPEC, tokeniser: Any = None, **decoder: Any
+) -> Acceptance:
+    maker = TaskMaker(Subjects(), spec, job="j", lane=Lane.NORMAL, tenant="default", max_payload=max_payload)
     return Acceptance(LineDecoder(spec, **decoder), maker, tokeniser)
 
 
-def check(source: Path | list[Any] | Input, *, mapping: dict[str, Any] | None = None, **options: Any) -> Checked:
+def check(
+    source: Path | list[Any] | Input, *, mapping: dict[str, Any] | None = None, **options: Any
+) -> Checked:
     """The first pass over `source`."""
     opened = source if isinstance(source, Input) else open_input(source)
     with opened as lines:
@@ -106,12 +111,24 @@ async def assert_whole(mesh: Mesh, job: str, count: int) -> None:
 class SubmitProcess:
     """`tests.client.run_submit` in a process of its own."""
 
-    def __init__(self, settings: Settings, source: Path, job: str, *, crash_at: str = "", patience_s: float = 20.0) -> None:
+    def __init__(
+        self, settings: Settings, source: Path, job: str, *, crash_at: str = "", patience_s: float = 20.0
+    ) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         if crash_at:
             env["HEADRACE_CRASH_AT"] = crash_at
-        command = [sys.executable, "-m", "tests.client.run_submit", settings.url, str(source), job, str(patience_s)]
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.client.run_submit",
+            settings.url,
+            str(source),
+            job,
+            str(patience_s),
+        ]
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+        )
 
     def wait(self, timeout_s: float = 60.0) -> tuple[int, dict[str, Any]]:
         """The exit code, and what it printed as JSON."""

@@ -49,7 +49,9 @@ def test_damaged_gzip_is_named(tmp_path: Path) -> None:
         list(opened.lines.blocks())
 
 
-@pytest.mark.parametrize(("magic", "name"), [(b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"BZh9", "bzip2")])
+@pytest.mark.parametrize(
+    ("magic", "name"), [(b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"BZh9", "bzip2")]
+)
 def test_other_packings_are_named(tmp_path: Path, magic: bytes, name: str) -> None:
     path = tmp_path / "in"
     path.write_bytes(magic + b"....")

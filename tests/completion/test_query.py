@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from headrace.completion.outcomes import insert_results
 from headrace.completion.query import Queries
@@ -17,6 +18,12 @@ from headrace.contracts.errors import InvalidInput, Refused
 from tests.completion.world import error_of, result
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """One loop is enough here: everything of interest happens in DuckDB's threads."""
+    return ("asyncio", {"loop_factory": uvloop.new_event_loop})
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ def ledgers(draw: st.DrawFn) -> TokenLedger:
 
 
 @given(ledgers(), st.lists(st.tuples(st.integers(0, 6_000), st.integers(1, 64)), max_size=200), st.randoms())
-def test_what_is_in_flight_never_exceeds_the_limits(ledger: TokenLedger, wants: list[tuple[int, int]], random) -> None:
+def test_what_is_in_flight_never_exceeds_the_limits(
+    ledger: TokenLedger, wants: list[tuple[int, int]], random
+) -> None:
     inside: list[Cost] = []
     for tokens, n in wants:
         cost = ledger.cost(tokens, n)
@@ -52,13 +54,17 @@ def test_what_is_in_flight_never_exceeds_the_limits(ledger: TokenLedger, wants: 
 
 
 @given(ledgers(), st.integers(1, 10_000), st.integers(1, 64))
-def test_an_empty_engine_takes_every_item_that_is_not_too_large(ledger: TokenLedger, tokens: int, n: int) -> None:
+def test_an_empty_engine_takes_every_item_that_is_not_too_large(
+    ledger: TokenLedger, tokens: int, n: int
+) -> None:
     cost = ledger.cost(tokens, n)
     assert ledger.fits(cost) != ledger.too_large(cost)
 
 
 @given(ledgers(), st.integers(0, 10_000), st.integers(0, 200))
-def test_room_and_what_is_asked_stay_under_the_high_marks(ledger: TokenLedger, tokens: int, slots: int) -> None:
+def test_room_and_what_is_asked_stay_under_the_high_marks(
+    ledger: TokenLedger, tokens: int, slots: int
+) -> None:
     room = ledger.room(Cost(tokens, slots))
     if room is not NO_ROOM:
         assert tokens + room.tokens <= ledger.token_limit
@@ -156,8 +162,7 @@ class Model:
 def model(ledger: TokenLedger, items: dict[tuple[Lane, int], list[int]]) -> Model:
     keys = sorted(items, key=lambda k: (list(Lane).index(k[0]), k[1]))
     lanes = [
-        LaneState(lane=lane, shape=shape, upper=min(1 << shape, ledger.token_limit) if ledger.counts_tokens else 1)
-        for lane, shape in keys
+        LaneState(lane=lane, shape=shape, upper=min(1 << shape, ledger.token_limit)) for lane, shape in keys
     ]
     return Model(ledger, lanes, Broker([deque(items[key]) for key in keys]))
 

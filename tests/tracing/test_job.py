@@ -13,8 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.contracts.messages import FunctionSpec
 from headrace.mesh.connection import Mesh
+from headrace.mesh.jsapi import get_message
 from headrace.mesh.microservice import call_api
+from headrace.mesh.provision import register_function
 
 pytestmark = pytest.mark.anyio
 
@@ -74,20 +77,20 @@ class Processes:
             time.sleep(0.02)
         return process
 
-    def submit(self, *lines: dict) -> dict:
+    def submit(self, *lines: dict, code: int = 0, **environ: str) -> dict:
         """`headrace submit`, as a user runs it."""
         file = self._folder / "input.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         done = subprocess.run(
             [sys.executable, "-m", "headrace.cli.main", "submit", str(file), "--job", "j", "--json"],
-            env=self.environ,
+            env={**self.environ, **environ},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout) if code == 0 else {}
 
     def stop(self) -> None:
         """Drain all, so that they send what spans they have."""
@@ -218,6 +221,23 @@ async def test_a_request_at_the_front_door_goes_on_in_the_trace_of_its_asker(
     assert outcome["trace_id"] == trace_id
     receiver.wait("land HR_RESULTS", 1)
     assert {span["trace_id"] for span in receiver.spans()} == {trace_id}
+
+
+async def test_a_submit_that_was_killed_goes_on_in_its_trace(mesh, settings, processes, receiver):
+    """Killed after its first batch; of the 1,500 items 5 have spans, and all carry the trace."""
+    await register_function(mesh, FunctionSpec(name="generate"))
+    lines = [{"prompt": f"p{i}"} for i in range(1500)]
+    few = {"HEADRACE_TRACE_ITEMS_PER_JOB": "5"}
+    processes.submit(*lines, code=-signal.SIGKILL, HEADRACE_CRASH_AT="submit-batch-stored", **few)
+    receipt = processes.submit(*lines, **few)
+    assert receipt["resumed_from"] == 999
+    (submit,) = receiver.wait("submit", 1)
+    headers = []
+    for sequence in (1, 6, 999, 1001, 1501):  # 1,000 is the first batch's manifest
+        message = await get_message(mesh, "HR_TASKS", sequence)
+        headers.append(message.headers["traceparent"])
+    assert {header[3:35] for header in headers} == {submit["trace_id"]}
+    assert [header[-2:] for header in headers] == ["01", "00", "00", "00", "00"]
 
 
 async def test_off_by_default_no_header_travels_and_nothing_is_sent(

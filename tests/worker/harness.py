@@ -56,7 +56,9 @@ def shape(t: Task, spec: FunctionSpec) -> int:
 
 
 async def put(mesh: Mesh, tasks: Iterable[Task], *, lane: Lane = Lane.NORMAL, at: int | None = None) -> None:
-    """Store tasks as the client does: each on the subject of its lane and shape, clamped as the function says."""
+    """Store tasks as the client does: each on the subject of its lane and shape, clamped as the function
+    says.
+    """
     try:
         spec = await get_function(mesh, FUNCTION)
     except NotFound:
@@ -165,17 +167,18 @@ class WorkerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.log = folder / "worker.log"
 
-    def start(self) -> None:
+    def start(self, **environ: str) -> None:
         self._number += 1
         self._folder.mkdir(parents=True, exist_ok=True)
         ready = self._folder / f"ready-{self._number}"
         (self._folder / "headrace.toml").write_text(_toml(self._settings), "utf-8")
         code = (
-            "import sys; from headrace.mesh.service import run_service; from headrace.mesh.settings import load_settings;"
+            "import sys; from headrace.mesh.service import run_service;"
+            "from headrace.mesh.settings import load_settings;"
             "from headrace.inference_worker.service import WorkerService;"
             f"sys.exit(run_service(WorkerService, load_settings({str(self._folder)!r})))"
         )
-        env = {**os.environ, "HEADRACE_READY_FILE": str(ready)}
+        env = {**os.environ, "HEADRACE_READY_FILE": str(ready), **environ}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=log, stderr=log)
         deadline = time.monotonic() + 20
@@ -204,7 +207,10 @@ class WorkerProcess:
 
 def _toml(settings: Settings) -> str:
     worker = settings.worker
-    lines = [f"{f} = {_value(getattr(settings, f))}" for f in ("url", "durability", "ack_wait_s", "max_tries", "grace_s")]
+    lines = [
+        f"{f} = {_value(getattr(settings, f))}"
+        for f in ("url", "durability", "ack_wait_s", "max_tries", "grace_s")
+    ]
     lines += ["[worker]"]
     for f in WorkerSettings.__struct_fields__:
         value = getattr(worker, f)

@@ -1,4 +1,6 @@
-"""Workers that are killed, stopped, doubled and cut off (A1, A8, A9, A18, S8), in their own processes where it matters."""
+"""Workers that are killed, stopped, doubled and cut off (A1, A8, A9, A18, S8), in their own processes where
+it matters.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +54,32 @@ async def test_a1_three_kills_at_thirty_percent_lose_nothing(
     assert len(found) - n <= 3 * 64 * 2
 
 
+@pytest.mark.parametrize("point", ["item-finished:20", "result-published", "task-acked"])
+async def test_a_worker_that_dies_between_two_steps_of_an_item_loses_none(
+    point: str, mesh: Mesh, start_worker: StartWorker
+) -> None:
+    worker = start_worker(ack_wait_s=1.0, slots=50)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    await put(mesh, [task(i) for i in range(50)])
+    worker.start(HEADRACE_CRASH_AT=point)
+    assert worker.wait(10) == -signal.SIGKILL
+    stored_then, left_then = await stored(mesh), await left(mesh)
+    assert stored_then + left_then >= 50
+    worker.start()
+    await until_empty(mesh)
+    found = await results(mesh)
+    assert {r.index for r in found} == set(range(50))
+    repeated = len(found) - 50
+    if point.startswith("item-finished"):
+        assert stored_then == 0
+        assert repeated == 0, "a result that was never stored cannot be there twice"
+    elif point == "task-acked":
+        assert repeated == 0, "what was acked is not run again"
+    else:
+        assert 0 < repeated <= stored_then, "stored and not acked: again, for landing to tell apart"
+
+
 async def test_a8_a_task_three_times_longer_than_its_lease_finishes_in_one_try(
     mesh: Mesh, settings: Settings
 ) -> None:
@@ -63,7 +91,9 @@ async def test_a8_a_task_three_times_longer_than_its_lease_finishes_in_one_try(
     assert sorted((r.index, r.attempt, r.status) for r in found) == [(0, 1, "ok"), (1, 1, "ok")]
 
 
-async def test_a8_a_lapsed_lease_gives_a_duplicate_that_names_its_attempt(mesh: Mesh, settings: Settings) -> None:
+async def test_a8_a_lapsed_lease_gives_a_duplicate_that_names_its_attempt(
+    mesh: Mesh, settings: Settings
+) -> None:
     settings = with_worker(settings, ack_wait_s=1.0, engine_options={"delay_ms": "2500"})
     async with running(settings) as worker:
         await put(mesh, [task(0)])
@@ -166,7 +196,9 @@ async def test_s8_sigterm_finishes_what_runs_and_leaves_the_rest_to_others(
     assert other.wait(10) == 0
 
 
-async def test_s8_what_does_not_finish_in_the_grace_is_handed_over(mesh: Mesh, start_worker: StartWorker) -> None:
+async def test_s8_what_does_not_finish_in_the_grace_is_handed_over(
+    mesh: Mesh, start_worker: StartWorker
+) -> None:
     worker = start_worker(slots=8, engine_options={"delay_ms": "60000"}, grace_s=0.5, ack_wait_s=5.0)
     await put(mesh, [task(i) for i in range(8)])
     await asyncio.sleep(0.5)
@@ -191,7 +223,9 @@ async def test_a_second_sigterm_ends_the_worker_at_once(mesh: Mesh, start_worker
     assert await left(mesh) == 1
 
 
-async def test_an_engine_that_dies_is_restarted_and_its_items_run_again(mesh: Mesh, settings: Settings) -> None:
+async def test_an_engine_that_dies_is_restarted_and_its_items_run_again(
+    mesh: Mesh, settings: Settings
+) -> None:
     options = {"die_on": "poison", "delay_ms": "20"}
     tasks = [task(i, prompt=TextPrompt(text="fine")) for i in range(30)]
     tasks[7] = task(7, prompt=TextPrompt(text="poison"))
@@ -205,7 +239,9 @@ async def test_an_engine_that_dies_is_restarted_and_its_items_run_again(mesh: Me
     assert poison.status == "dead"
     assert poison.error is not None
     assert "the engine died" in poison.error.message
-    assert sum(r.status == "ok" for r in found.values()) >= 14, "at most those beside it in both deaths die with it"
+    assert sum(r.status == "ok" for r in found.values()) >= 14, (
+        "at most those beside it in both deaths die with it"
+    )
 
 
 async def test_a_function_of_another_model_is_refused_in_one_sentence(mesh: Mesh, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,12 +18,24 @@ from headrace.mesh.jsapi import get_message, last_message
 from headrace.mesh.publisher import OutMessage, publish_all
 from headrace.mesh.settings import Settings
 from headrace.mesh.settle import Settler
-from tests.worker.harness import HEADERS, lease, put, results, running, task, until_empty, until_stored, with_worker
+from tests.worker.harness import (
+    HEADERS,
+    lease,
+    put,
+    results,
+    running,
+    task,
+    until_empty,
+    until_stored,
+    with_worker,
+)
 
 pytestmark = pytest.mark.anyio
 
 
-async def run_all(mesh: Mesh, settings: Settings, tasks: list[Any], factory: Any = None, **worker: Any) -> list[Result]:
+async def run_all(
+    mesh: Mesh, settings: Settings, tasks: list[Any], factory: Any = None, **worker: Any
+) -> list[Result]:
     async with running(with_worker(settings, **worker), factory):
         await put(mesh, tasks)
         await until_empty(mesh)
@@ -32,7 +45,9 @@ async def run_all(mesh: Mesh, settings: Settings, tasks: list[Any], factory: Any
 
 
 async def test_results_carry_what_their_task_was(mesh: Mesh, settings: Settings) -> None:
-    asked = task(3, job="nightly", custom_id="a/b", tenant="t1", prompt=TextPrompt(text="hello"), prompt_tokens=2)
+    asked = task(
+        3, job="nightly", custom_id="a/b", tenant="t1", prompt=TextPrompt(text="hello"), prompt_tokens=2
+    )
     got = (await run_all(mesh, settings, [asked], engine="echo", name="w1"))[0]
     assert (got.job, got.index, got.custom_id, got.tenant, got.generation) == ("nightly", 3, "a/b", "t1", 1)
     assert (got.status, got.attempt, got.worker, got.engine, got.model) == ("ok", 1, "w1", "echo", "echo")
@@ -64,7 +79,9 @@ async def test_the_trace_goes_on_in_the_result(mesh: Mesh, settings: Settings) -
     assert stored.headers["traceparent"] == parent
 
 
-async def test_b1_one_prompt_over_the_limit_fails_and_its_neighbours_do_not(mesh: Mesh, settings: Settings) -> None:
+async def test_b1_one_prompt_over_the_limit_fails_and_its_neighbours_do_not(
+    mesh: Mesh, settings: Settings
+) -> None:
     tasks = [task(i) for i in range(101)]
     tasks[50] = task(50, prompt=TokenPrompt(ids=[1] * 600))
     got = await run_all(mesh, settings, tasks, engine="echo", context=512)
@@ -95,7 +112,9 @@ async def test_b4_an_item_larger_than_the_cache_fails_at_once(mesh: Mesh, settin
     assert "1000" in got[0].error.message
 
 
-async def test_b5_large_items_among_small_ones_all_finish_and_never_thrash(mesh: Mesh, settings: Settings) -> None:
+async def test_b5_large_items_among_small_ones_all_finish_and_never_thrash(
+    mesh: Mesh, settings: Settings
+) -> None:
     large = [task(i, prompt=TokenPrompt(ids=[1] * 900), max_tokens=100) for i in range(5)]
     small = [task(i, prompt=TokenPrompt(ids=[1] * 8), max_tokens=20) for i in range(5, 205)]
     options = {"capacity_tokens": "4000", "time_scale": "0.02", "output_median": "20"}
@@ -112,7 +131,16 @@ async def test_b5_large_items_among_small_ones_all_finish_and_never_thrash(mesh:
     assert sum(i >= 5 for i in order[:last_large]) >= 40, "short ones flow beside the large"
 
 
-async def test_without_max_tokens_the_default_applies_or_what_the_model_leaves(mesh: Mesh, settings: Settings) -> None:
+async def test_items_of_many_choices_take_a_slot_for_each(mesh: Mesh, settings: Settings) -> None:
+    options = {"time_scale": "0.05", "output_median": "10", "capacity_tokens": "20000"}
+    asked = [task(i, params=Generation(n=4, max_tokens=16, temperature=1.0)) for i in range(60)]
+    got = await run_all(mesh, settings, asked, engine="sim", slots=16, engine_options=options)
+    assert all(r.status == "ok" and len(r.choices) == 4 for r in got)
+
+
+async def test_without_max_tokens_the_default_applies_or_what_the_model_leaves(
+    mesh: Mesh, settings: Settings
+) -> None:
     seen: dict[int, int] = {}
 
     class Engine(Stub):
@@ -136,7 +164,12 @@ async def test_a_deadline_that_passed_is_a_failure_and_not_a_run(mesh: Mesh, set
 
 
 async def test_a_result_over_max_payload_fails_naming_its_size(mesh: Mesh, settings: Settings) -> None:
-    tasks = [task(0, prompt=TextPrompt(text="a" * 700_000), prompt_tokens=10, params=Generation(n=3, max_tokens=9)), task(1)]
+    tasks = [
+        task(
+            0, prompt=TextPrompt(text="a" * 700_000), prompt_tokens=10, params=Generation(n=3, max_tokens=9)
+        ),
+        task(1),
+    ]
     got = await run_all(mesh, settings, tasks)
     assert [r.status for r in got] == ["failed", "ok"]
     assert got[0].error is not None
@@ -145,7 +178,9 @@ async def test_a_result_over_max_payload_fails_naming_its_size(mesh: Mesh, setti
     assert got[0].task == tasks[0]
 
 
-async def test_undecodable_messages_are_dead_lettered_and_their_neighbours_go_on(mesh: Mesh, settings: Settings) -> None:
+async def test_undecodable_messages_are_dead_lettered_and_their_neighbours_go_on(
+    mesh: Mesh, settings: Settings
+) -> None:
     subject = mesh.subjects.task("generate", "normal", 6, "j")
     strange = codec.TASK.encode(task(1, job="another"))
     bad = [
@@ -190,12 +225,14 @@ async def test_a3_an_item_that_always_raises_is_dead_after_its_tries_with_its_la
     assert got[1].error.type == "tries_exhausted"
     assert "boom 3" in got[1].error.message
     assert got[1].task == tasks[1]
-    gaps = [b - a for a, b in zip(runs, runs[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(runs)]
     assert gaps[0] >= 0.2
     assert gaps[1] >= 0.45, "tries are spaced, each longer than the last"
 
 
-async def test_an_item_delivered_more_often_than_its_tries_is_dead_without_running(mesh: Mesh, settings: Settings) -> None:
+async def test_an_item_delivered_more_often_than_its_tries_is_dead_without_running(
+    mesh: Mesh, settings: Settings
+) -> None:
     ran: list[str] = []
 
     class Engine(Stub):
@@ -228,7 +265,11 @@ async def test_a_row_is_hosted_as_any_prompt_is(mesh: Mesh, settings: Settings) 
 
     rows = [task(i, prompt=None) for i in range(3)]
     rows = [
-        codec.TASK.decode(codec.TASK.encode(t).replace(b'"type":"tokens","ids":[1,2,3,4]', b'"type":"row","value":{"a":%d}' % t.index))
+        codec.TASK.decode(
+            codec.TASK.encode(t).replace(
+                b'"type":"tokens","ids":[1,2,3,4]', b'"type":"row","value":{"a":%d}' % t.index
+            )
+        )
         for t in rows
     ]
     assert isinstance(rows[0].prompt, Row)
@@ -262,9 +303,18 @@ class Stub:
 
 @pytest.mark.parametrize(
     ("limit", "default", "shapes"),
-    [(0, 256, (6, 13)), (512, 256, (6, 9)), (256, 128, (6, 8)), (40, 20, (6, 6)), (10, 5, (4, 4)), (131_072, 256, (6, 17))],
+    [
+        (0, 256, (6, 13)),
+        (512, 256, (6, 9)),
+        (256, 128, (6, 8)),
+        (40, 20, (6, 6)),
+        (10, 5, (4, 4)),
+        (131_072, 256, (6, 17)),
+    ],
 )
-async def test_the_function_follows_from_the_engine(limit: int, default: int, shapes: tuple[int, int]) -> None:
+async def test_the_function_follows_from_the_engine(
+    limit: int, default: int, shapes: tuple[int, int]
+) -> None:
     spec = spec_of("f", EngineInfo(engine="e", model="m", slots=1, capacity_tokens=0, max_model_len=limit))
     assert isinstance(spec, FunctionSpec)
     assert (spec.default_max_tokens, (spec.min_shape, spec.max_shape)) == (default, shapes)

@@ -45,7 +45,9 @@ def test_what_is_asked_counts_against_the_budget() -> None:
     assert asks([lane(shape=10, pending=100, outstanding=4)], of) == {}
     assert asks([lane(shape=10, pending=100, outstanding=3)], of) == {0: 1}
     # Of a pull larger than the backlog only the backlog is sure to come.
-    assert asks([lane(shape=10, pending=1, outstanding=4), lane(pending=100)], of) == {1: (4_096 - 1_024) // 64}
+    assert asks([lane(shape=10, pending=1, outstanding=4), lane(pending=100)], of) == {
+        1: (4_096 - 1_024) // 64
+    }
 
 
 def test_between_the_marks_nothing_is_asked() -> None:
@@ -86,7 +88,9 @@ def test_lanes_share_by_weight() -> None:
 
 def test_shapes_mix_as_they_stand_in_the_queue() -> None:
     # 1,000 small ones and 100 that are eight times as long: each plan takes of both.
-    got = asks([lane(shape=6, pending=1_000), lane(shape=9, pending=100)], ledger(tokens=1 << 14, slots=10_000))
+    got = asks(
+        [lane(shape=6, pending=1_000), lane(shape=9, pending=100)], ledger(tokens=1 << 14, slots=10_000)
+    )
     assert got[0] * 64 + got[1] * 512 <= 1 << 14
     assert 0.8 < (got[0] / 1_000) / (got[1] / 100) < 1.25
 
@@ -147,11 +151,16 @@ def test_held_work_keeps_others_from_its_place() -> None:
 
 def test_more_tokens_than_the_shape_promised_are_learned_and_forgotten() -> None:
     c = lane(shape=6)
-    for _ in range(40):
-        c.learn(1_000, 4_096)
+    for _ in range(60):
+        c.learn(Cost(1_000, 8), 4_096)
     assert 990 <= c.bound <= 1_000
+    assert c.width == 8
+    # 16 slots hold two of eight sequences each.
+    c.pending = 100
+    assert asks([c], TokenLedger(capacity_tokens=100_000, slots=16)) == {0: 2}
     for _ in range(100):
-        c.learn(50, 4_096)
-    assert c.bound == 64
-    c.learn(1 << 20, 4_096)
+        c.learn(Cost(50), 4_096)
+    assert (c.bound, c.width) == (64, 1)
+    assert not c.wants_to_learn(Cost(64))
+    c.learn(Cost(1 << 20), 4_096)
     assert c.bound <= 4_096

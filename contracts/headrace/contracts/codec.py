@@ -78,4 +78,5 @@ SCHEMAS: Final[tuple[Schema[Any], ...]] = (
 
 def fingerprint(value: Any) -> str:
     """Sixteen hex digits that are equal for equal values: sha256 of the canonical JSON (sorted keys)."""
-    return hashlib.sha256(_encoder.encode(value)).hexdigest()[:16]
+    # Sorting takes string keys only, and `logit_bias` has integers.
+    return hashlib.sha256(_encoder.encode(msgspec.to_builtins(value, str_keys=True))).hexdigest()[:16]

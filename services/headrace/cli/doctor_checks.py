@@ -36,10 +36,11 @@ async def check_server(mesh: Mesh) -> list[Finding]:
     """The broker's version, and that JetStream is on."""
     found = tuple(int(n) for n in re.findall(r"\d+", mesh.server_version)[:3])
     wanted = ".".join(map(str, MIN_SERVER))
+    shown = ".".join(map(str, found))
     version = (
-        ok("server version", mesh.server_version)
+        ok("server version", shown)
         if found >= MIN_SERVER
-        else fail("server version", mesh.server_version, f"run nats-server {wanted} or newer")
+        else fail("server version", shown, f"run nats-server {wanted} or newer")
     )
     try:
         account = await jsapi.account_info(mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,8 +50,7 @@ def results(
         )
     if format == "parquet" and out is None:
         raise InvalidInput("--format parquet needs --out FILE", field="out")
-    form = cast("ResultFormat", format)
-    written, status = run_on_mesh(folder, url, lambda mesh: _write(mesh, job, form, out))
+    written, status = run_on_mesh(folder, url, lambda mesh: _write(mesh, job, format, out))
     if out is not None:
         say(f"{written:,} results of {job} in {out}")
     if status.state not in ENDED:

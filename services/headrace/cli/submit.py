@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -162,7 +162,7 @@ def _options(
         function=function,
         lane=LaneName(lane),
         form="rows" if rows else "lines",
-        input_format=cast("Literal['auto', 'jsonl', 'csv', 'parquet']", input_format),
+        input_format=input_format,
         column=column,
         id_column=id_column,
         skip_bad=skip_bad,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 LINE_EVERY_S = 5.0
+SAME_LINE_EVERY_S = 60.0
 
 
 class WatchView:
@@ -26,6 +27,8 @@ class WatchView:
         self._use_live = sys.stderr.isatty() if live is None else live
         self._live: Live | None = None
         self._next_line = 0.0
+        self._last_line = ""
+        self._repeat_at = 0.0
 
     def __enter__(self) -> Self:
         if self._use_live:
@@ -48,8 +51,12 @@ class WatchView:
         if self._live is not None:
             self._live.update(self._table(status), refresh=True)
         elif now >= self._next_line and status.state not in ENDED:
-            self._next_line = now + LINE_EVERY_S
-            say(self.line(status))
+            line = self.line(status)
+            if line == self._last_line and now < self._repeat_at:
+                return
+            self._last_line = line
+            self._next_line, self._repeat_at = now + LINE_EVERY_S, now + SAME_LINE_EVERY_S
+            say(line)
 
     def note(self, text: str) -> None:
         """A line that stays."""

@@ -102,6 +102,8 @@ def from_msgspec(error: Exception, raw: bytes) -> InvalidInput:
 
 def _plain(said: str) -> str:
     """What msgspec says, in JSON's terms."""
+    if said.startswith("Invalid enum value"):
+        return "not one of the values that it can have"  # msgspec quotes all of what it got
     said = said.replace("Expected", "expected").replace("`", "")
     for python, json_ in (("str", "string"), ("int", "integer"), ("float", "number"), ("bool", "boolean")):
         said = re.sub(rf"\b{python}\b", json_, said)

@@ -12,7 +12,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from headrace.client.feed import BATCH_ITEMS, Batch, Feed
 from headrace.client.jobs import TAKEN, Stored, drop_old_manifests, manifest_message, undo_if_late, where_is
@@ -30,6 +30,8 @@ _KEEP_EVERY: Final = 50
 
 _TURNS: Final = 4
 """Turns of the event loop that bring a commit to the socket; then the broker works while the next batch is made."""
+
+_LOOK_EVERY_S: Final = 0.25
 
 StoreProgress = Callable[[int, str], None]
 """Called with the items stored so far, and why it waits (empty while it does not)."""
@@ -66,6 +68,8 @@ class Storer:
         self._taken = 0  # of those, handed to the running burst
         self._limit = BATCH_ITEMS
         self._commits = 0
+        self._making: asyncio.Future[Batch | None] | None = None
+        self._unfenced = False
         self._reconnected = asyncio.Event()
 
     async def run(self, at: Stored) -> Stored:
@@ -75,11 +79,14 @@ class Storer:
         was cancelled or the input changed.
         """
         self._at = at
+        self._unfenced = at.seq == 0
         self._mesh.on_reconnect(self._reconnected.set)
         try:
             await self._until_sealed()
         finally:
             self._mesh.off_reconnect(self._reconnected.set)
+            if self._making is not None:  # the thread reads a file that is about to be closed
+                await asyncio.gather(self._making, return_exceptions=True)
         return self._at
 
     async def _until_sealed(self) -> None:
@@ -87,23 +94,23 @@ class Storer:
         last_progress, attempt, stored = clock(), 0, self._at.items
         while self._at.closed != "sealed":
             try:
-                await self._burst_or_reconnect()
+                await self._burst_or_trouble()
                 continue
             except (JetStreamError, Unavailable) as e:
                 trouble = e
             if self._at.items > stored:
                 last_progress, attempt, stored = clock(), 0, self._at.items
-            left = self._patience_s - (clock() - last_progress)
-            try:
-                await self._pause(trouble, attempt, left)
-                self._resume(await where_is(self._mesh, self._job, self._fingerprint))
-            except (JetStreamError, Unavailable) as e:
-                trouble = e if isinstance(trouble, Unavailable) else trouble
+            await self._pause(trouble, attempt, self._patience_s - (clock() - last_progress))
+            attempt += 1
+            if self._mesh.connected:
+                try:
+                    self._resume(await where_is(self._mesh, self._job, self._fingerprint))
+                except (JetStreamError, Unavailable) as e:
+                    trouble = e if isinstance(trouble, Unavailable) else trouble
             if self._at.items > stored:
                 last_progress, attempt, stored = clock(), 0, self._at.items
             elif clock() - last_progress >= self._patience_s or self._mesh.closed.is_set():
                 raise self._gave_up(trouble) from trouble
-            attempt += 1
 
     async def _pause(self, trouble: HeadraceError, attempt: int, left: float) -> None:
         """Wait for as long as `trouble` deserves, and say why."""
@@ -121,10 +128,9 @@ class Storer:
             extra={"job": self._job, "stored": self._at.items, "reason": str(trouble)[:300]},
         )
         loop = asyncio.get_running_loop()
-        until = loop.time() + max(0.0, min(left, backoff_s(attempt, base=0.1)))
-        await asyncio.sleep(until - loop.time())
-        until = loop.time() + max(0.0, min(left, 5.0))
-        while not self._mesh.connected and loop.time() < until:  # noqa: ASYNC110  (nats-py has no event for it)
+        until = loop.time() + max(0.0, left)
+        await asyncio.sleep(max(0.0, min(left, backoff_s(attempt, base=0.1))))
+        while not self._mesh.connected and not self._mesh.closed.is_set() and loop.time() < until:
             await asyncio.sleep(0.02)
 
     def _resume(self, at: Stored) -> None:
@@ -138,16 +144,21 @@ class Storer:
         self._at = at
 
     # --- one burst -----------------------------------------------------------------------------------
-    async def _burst_or_reconnect(self) -> None:
-        """Store batch after batch until the end or the first trouble; a reconnect is one, since acks are lost by it."""
+    async def _burst_or_trouble(self) -> None:
+        """Store batch after batch until the end, or raise the first trouble; a lost connection is one."""
         self._reconnected.clear()
         self._taken = 0
         burst = asyncio.ensure_future(self._burst())
         reconnect = asyncio.ensure_future(self._reconnected.wait())
         try:
-            await asyncio.wait({burst, reconnect}, return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Future[Any]] = set()
+            while not done and self._mesh.connected:
+                done, _ = await asyncio.wait(
+                    {burst, reconnect}, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                )
             if not burst.done():
-                msg = "the connection to the broker was lost while storing"
+                # What was on its way when the connection broke may be stored or not, and no ack will come.
+                msg = "the connection to the broker is lost"
                 raise Unavailable(msg)
             burst.result()
         finally:
@@ -182,7 +193,7 @@ class Storer:
         while self._taken >= len(self._ready) or self._drop_stored():
             if self._taken < len(self._ready):
                 continue
-            made = await asyncio.to_thread(self._feed.next) if self._in_thread else self._feed.next()
+            made = await self._make()
             if made is None:
                 return None
             self._ready.append(made)
@@ -193,6 +204,16 @@ class Storer:
             batch = self._ready[self._taken]
         self._taken += 1
         return batch
+
+    async def _make(self) -> Batch | None:
+        """Prepare the next batch. A burst that is given up must not lose what its thread is preparing."""
+        if not self._in_thread:
+            return self._feed.next()
+        if self._making is None:
+            self._making = asyncio.ensure_future(asyncio.to_thread(self._feed.next))
+        made = await asyncio.shield(self._making)
+        self._making = None
+        return made
 
     def _drop_stored(self) -> bool:
         """Cut what is stored off the first batches; whether something was cut."""
@@ -217,7 +238,6 @@ class Storer:
             closed=closed,
         )
         message = manifest_message(self._mesh, manifest)
-        first = self._at.seq == 0
         ack = await atomic.commit(message, expected_last_subject_seq=self._at.seq)
         self._at = Stored(items, line, ack.seq, closed)
         if batch is not None:
@@ -225,8 +245,12 @@ class Storer:
             self._taken -= 1
         self._limit = min(BATCH_ITEMS, self._limit * 2)
         crash_point("submit-batch-stored")
-        if first and (count := await undo_if_late(self._mesh, self._job)) is not None:
-            self._at = Stored(count, closed="sealed")
+        if self._unfenced:
+            # Expecting no manifest is no fence against a job that has come and gone.
+            count = await undo_if_late(self._mesh, self._job)
+            self._unfenced = False
+            if count is not None:
+                self._at = Stored(count, closed="sealed")
         self._progress(items, "")
         self._commits += 1
         if self._commits % _KEEP_EVERY == 0:

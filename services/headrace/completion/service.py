@@ -94,6 +94,8 @@ class CompletionService(Service):
         self.spawn(announcer.sweep_for_ever(), "announcer")
         self._server = self._serve(Accounting(self.mesh, store), canceller, results, self._queries)
         await self._server.start()
+        # Ready means that a request which comes now is answered: the broker has read the subscriptions.
+        await self.mesh.flush()
 
     async def on_drain(self) -> None:
         """Answer, land and ack what is in hand."""

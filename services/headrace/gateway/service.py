@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from msgspec import Raw
 
@@ -11,6 +12,8 @@ from headrace.gateway.requests import Receipt, read_request
 from headrace.mesh.microservice import ApiServer
 from headrace.mesh.service import Service
 from headrace.mesh.settings import Settings
+
+NAME: Final = "headrace-gateway"
 
 
 class GatewayService(Service):
@@ -33,13 +36,14 @@ class GatewayService(Service):
         """Serve; `nats service ls` shows `headrace-gateway` from now on."""
         self._api = ApiServer(
             self.mesh,
-            "headrace-gateway",
+            NAME,
             description="The front door: takes work in and answers with a receipt",
         )
         self._api.endpoint("submit", Raw, self._submit)
         await self._api.start()
-        # A service that says it is ready is heard: the broker has read the subscriptions.
-        await self.mesh.flush()
+        # A service that says it is ready is heard. The answer proves that the broker has read the subscriptions
+        # before it; a flush would not, since nats-py sends its ping ahead of what waits in its buffer.
+        await self.mesh.request(f"$SRV.PING.{NAME}", b"")
 
     async def on_drain(self) -> None:
         """Take no more requests and answer those in hand."""

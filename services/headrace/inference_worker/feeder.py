@@ -95,11 +95,6 @@ class Feeder:
         """
         state.pending = max(state.pending, 1 + state.outstanding)
 
-    @property
-    def outstanding(self) -> int:
-        """Items asked for and not delivered, probes included."""
-        return sum(source.consumer.outstanding for source in self._sources if source.consumer)
-
     def _received(self, source: _Source, delivery: Delivery) -> None:
         source.heard = True
         source.state.pending = delivery.pending
@@ -149,5 +144,4 @@ class Feeder:
 
 def _lane_state(lane: Lane, shape: int, ledger: TokenLedger, longest: int) -> LaneState:
     """An item of a shape is counted as 2^shape tokens, or as the longest that can run at all."""
-    upper = min(1 << shape, longest or 1 << shape, ledger.token_limit)
-    return LaneState(lane=lane, shape=shape, upper=upper if ledger.counts_tokens else 1)
+    return LaneState(lane=lane, shape=shape, upper=min(1 << shape, longest or 1 << shape, ledger.token_limit))

@@ -19,7 +19,7 @@ probe.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import Final
 
 from headrace.contracts.names import Lane
@@ -34,30 +34,40 @@ LEAST_SHARE: Final = 0.05
 class LaneState:
     """One consumer as the planner sees it.
 
-    `upper`: tokens that an item of this shape has at most, `bound`: what one is counted for while it is asked
-    for. `pending`: items known to wait in the broker. `outstanding`: items asked for and not yet delivered.
-    `passed`: its place in the stride.
+    `upper`: tokens that an item of this shape has at most. `bound` and `width`: tokens and slots that one is
+    counted for while it is asked for. `pending`: items known to wait in the broker. `outstanding`: items
+    asked for and not yet delivered. `passed`: its place in the stride.
     """
 
     lane: Lane
     shape: int
     upper: int
     bound: int = 0
+    width: int = 1
     outstanding: int = 0
     pending: int = 0
     passed: float = 0.0
+    _mean: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         self.bound = self.bound or self.upper
+        self._mean = (float(self.bound), float(self.width))
 
-    def learn(self, tokens: int, limit: int) -> None:
-        """An item came that takes `tokens`. More than the shape promised (n > 1, an estimate, rows) moves the
-        bound an eighth of the way there, so that fewer are asked for than would not fit; less moves it back.
+    def wants_to_learn(self, cost: Cost) -> bool:
+        """Whether the item is not what the shape promised, or others lately were not."""
+        return (
+            cost.tokens > self.bound or cost.slots > self.width or self.bound > self.upper or self.width > 1
+        )
+
+    def learn(self, cost: Cost, limit: int) -> None:
+        """An item came that is not what its shape promised (n > 1, an estimate, rows): from now on items are
+        counted as the mean of the latest, so that no more are asked for than fit.
         """
-        if tokens > self.bound:
-            self.bound = min(limit, self.bound + (tokens - self.bound + 7) // 8)
-        elif self.bound > self.upper:
-            self.bound = max(self.upper, self.bound - (self.bound - tokens + 7) // 8)
+        tokens, slots = self._mean
+        tokens += (min(cost.tokens, limit) - tokens) / 8
+        slots += (cost.slots - slots) / 8
+        self._mean = (tokens, slots)
+        self.bound, self.width = max(self.upper, ceil(tokens)), max(1, ceil(slots - 0.05))
 
     @property
     def counted(self) -> int:
@@ -85,7 +95,7 @@ def plan(lanes: list[LaneState], ledger: TokenLedger, *, clock: float = 0.0, pro
     asked_tokens = asked_slots = 0
     for c in lanes:
         if c.outstanding and c.pending:
-            asked_slots += c.counted
+            asked_slots += c.counted * c.width
             asked_tokens += c.counted * c.bound
     room = ledger.room(Cost(asked_tokens, asked_slots))
     if room is not NO_ROOM and room.slots > 0 and room.tokens > 0:
@@ -103,7 +113,8 @@ class _Fit:
         self._weights = _weights(lanes, wanting)
         # How far the stride may run ahead of an item that does not fit: one filling of the engine, shared by
         # all.
-        filling = ledger.token_limit if ledger.counts_tokens else ledger.slot_limit
+        largest = max(lanes[i].bound for i in wanting)
+        filling = ledger.token_limit if ledger.counts_tokens else ledger.slot_limit * largest
         self._patience = filling / sum(self._weights.values())
 
     def fill(self, tokens: int, slots: int) -> None:
@@ -116,20 +127,20 @@ class _Fit:
         ready = set(self._wanting)
         while ready and slots > 0:
             i = min(ready, key=passes.__getitem__)
-            at, bound = passes[i], lanes[i].bound
+            at, bound, width = passes[i], lanes[i].bound, lanes[i].width
             if at > line:
                 break
-            if bound > tokens:
+            if bound > tokens or width > slots:
                 ready.discard(i)
                 line = min(line, at + self._patience)
                 continue
             # A run of items until the next consumer's turn, so that the loop costs a turn and not an item.
             until = min(line, min((passes[j] for j in ready if j != i), default=line))
             run = left[i] if until == inf else 1 + int((until - at) * weights[i] / bound)
-            n = max(1, min(run, left[i], slots, tokens // bound))
+            n = max(1, min(run, left[i], slots // width, tokens // bound))
             asks[i] += n
             left[i] -= n
-            slots -= n
+            slots -= n * width
             tokens -= n * bound
             passes[i] = at + n * bound / weights[i]
             if not left[i]:

@@ -21,6 +21,7 @@ from headrace.inference_worker.ledger import TokenLedger
 from headrace.inference_worker.waiting import Waiting
 from headrace.mesh import spans, tracing
 from headrace.mesh.consumer import Delivery
+from headrace.mesh.crash import crash_point
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.tracing import TraceSpan
 
@@ -49,7 +50,7 @@ class Runner:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self.finisher = finisher
-        self.waiting = Waiting(ledger, start=self._start, give_back=finisher.give_back)
+        self.waiting = Waiting(ledger, start=self._start_held, give_back=finisher.give_back)
         self.running: set[Item] = set()
         self.cancelled_jobs: dict[str, None] = {}
         self.draining = False
@@ -95,8 +96,8 @@ class Runner:
             self.finisher.try_again(item, f"{type(e).__name__}: {e}")
             return
         lane = item.lane
-        if (cost.tokens > lane.bound or lane.bound > lane.upper) and self._ledger.counts_tokens:
-            lane.learn(cost.tokens, self._ledger.token_limit)
+        if lane.wants_to_learn(cost):
+            lane.learn(cost, self._ledger.token_limit)
         if self._host.up and self._ledger.admit(cost):
             self._start(item)
         else:
@@ -107,6 +108,12 @@ class Runner:
         self.running.add(item)
         item.run = self._loop.create_task(self._run(item))
 
+    def _start_held(self, item: Item) -> None:
+        if self._too_late(item):
+            self._ledger.release(item.cost)
+        else:
+            self._start(item)
+
     async def _run(self, item: Item) -> None:
         item.started_us = now_us()
         work = item.work
@@ -116,6 +123,7 @@ class Runner:
             if item.aborted is not None or work is None:
                 raise asyncio.CancelledError
             output = await self._host.engine.run(work)
+            crash_point("item-finished")
         except asyncio.CancelledError:
             self._aborted(item)
         except ItemFailed as e:
@@ -127,7 +135,7 @@ class Runner:
         except Exception as e:  # noqa: BLE001  (whatever it is, it ends this item's try and nothing else)
             error = type(e).__name__
             extra = {"job": item.task.job, "index": item.task.index, "reason": repr(e)[:300]}
-            log.warning("an item raised", extra=extra)
+            log.warning("an item raised", extra=extra | {"trace_id": tracing.trace_id(item.traceparent)})
             self.finisher.try_again(item, f"{type(e).__name__}: {e}")
         else:
             if span is not None:

@@ -40,11 +40,13 @@ with `Output(value=...)` and that takes rows only is all that a worker needs to 
 
 UNSETTLED_PER_SLOT: Final = 4
 UNSETTLED: Final = (1_000, 4_000)
-"""Finished items on their way to the stream at which pulling stops: four for each slot, within these bounds. Two to
-eight group commits are enough to keep the broker busy; more is memory."""
+"""Finished items on their way to the stream at which pulling stops: four for each slot, within these bounds.
+Two to eight group commits are enough to keep the broker busy; more is memory.
+"""
 GC_THRESHOLD: Final = (20_000, 20, 50)
-"""Items are many small objects that reference counting frees. Python's own 700 walks the thousands that are in flight
-over and over: measured, a quarter of the worker's time for each item."""
+"""Items are many small objects that reference counting frees. Python's own 700 walks the thousands that are
+in flight over and over: measured, a quarter of the worker's time for each item.
+"""
 
 
 class WorkerService(Service):

@@ -177,6 +177,7 @@ class Mesh:
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Return once the broker has read all that was sent before; `Unavailable` after `timeout_s`."""
         try:
+            await wire.write_out(self.nc)  # the library's ping would overtake what is buffered
             await self.nc.flush(timeout_s)
         except (nats.errors.Error, TimeoutError) as e:
             msg = f"the broker did not answer a ping within {timeout_s:g} s"

@@ -63,7 +63,7 @@ class ApiServer:
     def endpoint(
         self, name: str, request_type: type[Req], handler: Handler[Req], *, timeout_s: float = 15.0
     ) -> None:
-        """Serve `hr.api.<name>`: requests are decoded into `request_type`, replies encoded from what `handler` returns."""
+        """Serve `hr.api.<name>`: requests are decoded into `request_type`, what `handler` returns is encoded."""
         decode = msgspec.json.Decoder(request_type).decode
 
         async def serve(request: Request) -> None:
@@ -86,6 +86,7 @@ class ApiServer:
         self._service = await nats.micro.add_service(self._mesh.nc, self._config)
         for endpoint in self._endpoints:
             await self._service.add_endpoint(endpoint)
+        await self._mesh.flush()  # the broker knows the subscriptions from here on
 
     async def stop(self) -> None:
         """Take no more requests, answer those in hand."""

@@ -180,10 +180,6 @@ class TraceSpan:
         """Add attributes."""
         self._span.set_attributes(attributes)
 
-    def activate(self) -> None:
-        """Make it the current span of this asyncio task, so that the task's logs carry its trace id."""
-        otel_context.attach(trace.set_span_in_context(self._span))
-
     def answered(self, *, model: str, usage: Usage, choices: Iterable[Choice]) -> None:
         """End a `chat` span with what the model gave."""
         self._span.set_attributes(semconv.answered(model=model, usage=usage, choices=choices))

@@ -89,3 +89,9 @@ async def send(nc: Any, frames: Iterable[bytes]) -> None:
             await nc._flush_pending(force_flush=True)  # noqa: SLF001
         else:
             await asyncio.sleep(0.02)
+
+
+async def write_out(nc: Any) -> None:
+    """Return once everything that is buffered has been written to the socket (nothing while disconnected)."""
+    if nc.is_connected:
+        await nc._flush_pending(force_flush=True)  # noqa: SLF001

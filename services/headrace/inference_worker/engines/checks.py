@@ -63,9 +63,7 @@ def check_length(prompt_tokens: int, max_tokens: int, *, limit: int, capacity: i
     """Prompt and completion must fit the model's `limit`, and all `n` completions the KV cache (tokens; 0: none)."""
     size = prompt_tokens + max_tokens
     if limit and size > limit:
-        message = (
-            f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} = {size} is over the limit of {limit} tokens"
-        )
+        message = f"prompt of {prompt_tokens} + max_tokens {max_tokens} = {size} tokens is over the limit of {limit}"
         raise ItemFailed("too_long", message, field="max_tokens" if prompt_tokens < limit else "prompt")
     need = prompt_tokens + n * max_tokens
     if capacity and need > capacity:
@@ -93,13 +91,15 @@ def check_chat(prompt: ChatPrompt) -> None:
 def _check_content(content: Any, where: str) -> None:
     if isinstance(content, str):
         return
-    if not isinstance(content, list) or not content:
-        text = f"{where} is {type(content).__name__}: use a string or a list of text parts"
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    if not parts:
+        text = f"{where} is {'empty' if content == [] else type(cast('object', content)).__name__}: use text"
         raise ItemFailed("invalid_prompt", text, field=where)
-    for position, part in enumerate(cast("list[Any]", content)):
+    for position, part in enumerate(parts):
         field = f"{where}[{position}]"
-        kind: Any = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(cast("dict[str, Any]", part).get("text"), str):
+        known = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        kind: Any = known.get("type")
+        if kind != "text" or not isinstance(known.get("text"), str):
             text = f"{field} is no text part ({str(kind)[:40]}): only text is taken"
             raise ItemFailed("invalid_prompt", text, field=field)
 

@@ -86,7 +86,9 @@ class EchoEngine:
         elif isinstance(prompt, TextPrompt) and not prompt.text:
             raise ItemFailed("invalid_prompt", "prompt is empty", field="prompt")
         info = self._info
-        if not isinstance(prompt, Row) and (info.max_model_len or tokens + work.max_tokens > info.capacity_tokens):
+        if not isinstance(prompt, Row) and (
+            info.max_model_len or tokens + work.max_tokens > info.capacity_tokens
+        ):
             limit, capacity = info.max_model_len, info.capacity_tokens
             check_length(tokens, work.max_tokens, limit=limit, capacity=capacity, n=work.params.n)
         if tokens == work.prompt_tokens:

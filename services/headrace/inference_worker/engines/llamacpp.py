@@ -85,8 +85,7 @@ class LlamaCppEngine:
         """Load the model. Raise `InvalidInput` for a path that is no model, `Unavailable` if it cannot be loaded."""
         if self._server is not None:
             return
-        given = self._options.model
-        path = Path(given).expanduser() if given else await asyncio.to_thread(fetch_demo_weights)
+        path = await asyncio.to_thread(_weights, self._options.model)
         settings = LlamaSettings(
             path=path,
             slots=self._slots,
@@ -99,7 +98,9 @@ class LlamaCppEngine:
         try:
             server = await asyncio.to_thread(LlamaServer, settings)
         except ItemFailed as e:
-            raise Unavailable(f"llama.cpp does not tell what it loaded from {path}: {e}", code="engine") from e
+            raise Unavailable(
+                f"llama.cpp does not tell what it loaded from {path}: {e}", code="engine"
+            ) from e
         finally:
             restore_signals()
         self._server = server
@@ -131,7 +132,9 @@ class LlamaCppEngine:
         check_parameters(work, server.slots)
         prompt = work.prompt
         if isinstance(prompt, Row):
-            raise ItemFailed("invalid_prompt", "a row is for a function, and llamacpp is a model", field="prompt")
+            raise ItemFailed(
+                "invalid_prompt", "a row is for a function, and llamacpp is a model", field="prompt"
+            )
         if isinstance(prompt, TokenPrompt):
             check_ids(prompt.ids, server.vocab_size)
             tokens = len(prompt.ids)
@@ -209,3 +212,7 @@ class LlamaCppEngine:
             with self._lock:
                 self._busy -= 1
                 self._items += 1
+
+
+def _weights(model: str | None) -> Path:
+    return Path(model).expanduser() if model else fetch_demo_weights()

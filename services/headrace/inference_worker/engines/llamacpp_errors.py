@@ -7,7 +7,9 @@ from http import HTTPStatus
 from headrace.inference_worker.engines.protocol import EngineDied, ItemFailed
 
 
-def failure(message: str, kind: str = "invalid_request_error", code: int = HTTPStatus.BAD_REQUEST) -> Exception:
+def failure(
+    message: str, kind: str = "invalid_request_error", code: int = HTTPStatus.BAD_REQUEST
+) -> Exception:
     """`ItemFailed` for what is the item's own fault, `EngineDied` if the server is going down."""
     message = message.strip()
     lower = message.lower()

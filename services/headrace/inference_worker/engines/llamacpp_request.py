@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, cast
 import msgspec
 from msgspec import Struct
 
-from headrace.contracts.generation import Generation, StructuredOutput
 from headrace.contracts.messages import ChatPrompt, Choice, TextPrompt, TokenPrompt, Usage
 from headrace.inference_worker.engines.checks import ParameterTable, flat_messages, unsupported
 from headrace.inference_worker.engines.llamacpp_errors import failure

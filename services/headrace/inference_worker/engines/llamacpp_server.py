@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib
 import os
 import secrets
 import shutil
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import xllamacpp
 
 from headrace.contracts.errors import InvalidInput, Unavailable
 from headrace.inference_worker.engines.llamacpp_errors import failure
@@ -56,7 +56,7 @@ class LlamaServer:
         self._socket = os.path.join(self._folder, "llama.sock")  # noqa: PTH118 -- a string is what both sides take
         self._key = secrets.token_hex(16)
         try:
-            self._server: Any = xllamacpp.Server(self._parameters(settings))
+            self._server: Any = _native().Server(self._parameters(settings))
         except RuntimeError as e:
             self._remove_folder()
             raise Unavailable(
@@ -68,7 +68,7 @@ class LlamaServer:
         try:
             meta = self._get("/v1/models")["data"][0]["meta"]
             slots = self._get("/slots")
-            caps = self._get("/props").get("chat_template_caps") or {}
+            caps: dict[str, Any] = self._get("/props").get("chat_template_caps") or {}
         except BaseException:
             self.close()
             raise
@@ -92,7 +92,9 @@ class LlamaServer:
 
     def count_text(self, text: str) -> int:
         """Tokens of a text prompt, with the special tokens that the model puts around one."""
-        return len(self._post("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"])
+        return len(
+            self._post("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        )
 
     def count_chat(
         self,
@@ -113,14 +115,12 @@ class LlamaServer:
 
     def close(self) -> None:
         """End the listener and the compute thread, and free the model. No `answer` may be under way."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._disconnect()
         self._server = None
         self._remove_folder()
 
     def _parameters(self, s: LlamaSettings) -> Any:
-        p: Any = xllamacpp.CommonParams()
+        p: Any = _native().CommonParams()
         p.model.path = str(s.path)
         p.n_parallel, p.n_ctx = s.slots, s.slots * s.context
         p.n_batch = p.n_ubatch = s.batch
@@ -145,25 +145,32 @@ class LlamaServer:
         return self._call("POST", path, msgspec.json.encode(body))
 
     def _call(self, method: str, path: str, body: bytes | None) -> Any:
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        for last in (False, True):
+        try:
+            status, data = self._exchange(method, path, body)
+        except (OSError, http.client.HTTPException):
+            # It closes a connection after some requests, which shows only when the next one is sent.
+            self._disconnect()
             try:
-                if self._connection is None:
-                    self._connection = _SocketConnection(self._socket)
-                self._connection.request(method, path, body, headers)
-                response = self._connection.getresponse()
-                status, data = response.status, response.read()
-                break
+                status, data = self._exchange(method, path, body)
             except (OSError, http.client.HTTPException) as e:
-                # It closes a connection after some requests, which shows only when the next one is sent.
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
-                if last:
-                    raise EngineDied(f"llama.cpp does not answer on its socket: {e!r}") from e
+                self._disconnect()
+                raise EngineDied(f"llama.cpp does not answer on its socket: {e!r}") from e
         if status != http.HTTPStatus.OK:
             raise _refusal(data)
         return msgspec.json.decode(data)
+
+    def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = _SocketConnection(self._socket)
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        self._connection.request(method, path, body, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -197,6 +204,11 @@ def restore_signals() -> None:
             # As asyncio does for its own, so that system calls go on.
             with contextlib.suppress(OSError, ValueError):
                 signal.siginterrupt(number, False)  # noqa: FBT003
+
+
+def _native() -> Any:
+    # By name: its compiled module has no types that a checker could read.
+    return importlib.import_module("xllamacpp")
 
 
 def _check_file(path: Path) -> None:

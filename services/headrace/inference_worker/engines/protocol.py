@@ -88,7 +88,8 @@ class Engine(Protocol):
     def prepare(self, work: Work) -> Work:
         """Tokenise and check an item before it is admitted: exact `prompt_tokens`, unsupported parameters,
         ids against the vocabulary, length against the model. Raise `ItemFailed` (`too_long`, `invalid_token`,
-        `invalid_parameter`, `unsupported_parameter`, `invalid_prompt`). Cheap: no model step."""
+        `invalid_parameter`, `unsupported_parameter`, `invalid_prompt`). Cheap: no model step.
+        """
         ...
 
     async def run(self, work: Work) -> Output:

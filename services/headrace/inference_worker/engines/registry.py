@@ -21,7 +21,9 @@ def create_engine(name: str, options: EngineOptions | None = None) -> Engine:
     """
     make = _MAKERS.get(name)
     if make is None:
-        raise InvalidInput(f"engine {name[:80]!r} is unknown: use one of {', '.join(ENGINES)}", field="engine")
+        raise InvalidInput(
+            f"engine {name[:80]!r} is unknown: use one of {', '.join(ENGINES)}", field="engine"
+        )
     return make(options or EngineOptions())
 
 
@@ -54,7 +56,9 @@ def _vllm(options: EngineOptions) -> Engine:
 def _need(engine: str, package: str, remedy: str) -> None:
     # find_spec, not importlib.metadata: the CPU build of vLLM is another distribution with the same import name.
     if find_spec(package) is None:
-        raise InvalidInput(f"engine {engine} needs the package {package}, not installed here: {remedy}", field="engine")
+        raise InvalidInput(
+            f"engine {engine} needs the package {package}, not installed here: {remedy}", field="engine"
+        )
 
 
 _MAKERS: Final[dict[str, Callable[[EngineOptions], Engine]]] = {

@@ -22,10 +22,14 @@ from headrace.contracts.messages import Choice
 from headrace.inference_worker.engines.checks import cut_at_stop
 from headrace.inference_worker.engines.options import EngineOptions, Extras
 
+# fmt: off
 _WORDS: Final = (
-    "water wheel gate channel stone river mill grain turn flow rise fall steady slow quick deep clear cold "
-    "upper lower first last north south light dark old new small great open closed"
-).split()
+    "water", "wheel", "gate", "channel", "stone", "river", "mill", "grain",
+    "turn", "flow", "rise", "fall", "steady", "slow", "quick", "deep",
+    "clear", "cold", "upper", "lower", "first", "last", "north", "south",
+    "light", "dark", "old", "new", "small", "great", "open", "closed",
+)
+# fmt: on
 
 
 class SimSettings(Struct, frozen=True, kw_only=True):
@@ -79,7 +83,7 @@ def read_settings(options: EngineOptions) -> SimSettings:
 
 
 def estimate_tokens(text: str) -> int:
-    """Prompt tokens of a text: four bytes of UTF-8 a token, rounded up. That is sim's tokenizer, so it is exact here."""
+    """Prompt tokens of a text: its UTF-8 bytes / 4, rounded up. It is sim's own tokenizer, and so exact here."""
     return max(1, -(-len(text.encode()) // 4))
 
 

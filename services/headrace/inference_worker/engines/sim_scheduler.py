@@ -21,7 +21,9 @@ class Sequence:
 
     __slots__ = ("left", "order", "owner", "prompt", "remaining", "size", "started", "state")
 
-    def __init__(self, owner: object, prompt: int, max_tokens: int, remaining: int, order: tuple[int, int]) -> None:
+    def __init__(
+        self, owner: object, prompt: int, max_tokens: int, remaining: int, order: tuple[int, int]
+    ) -> None:
         self.owner = owner
         self.prompt = prompt
         self.size = prompt + max_tokens
@@ -40,7 +42,9 @@ class Step:
 
     __slots__ = ("decoding", "finished", "kv_tokens", "prefill", "running")
 
-    def __init__(self, prefill: int, decoding: int, kv_tokens: int, running: int, finished: list[Sequence]) -> None:
+    def __init__(
+        self, prefill: int, decoding: int, kv_tokens: int, running: int, finished: list[Sequence]
+    ) -> None:
         self.prefill = prefill
         self.decoding = decoding
         self.kv_tokens = kv_tokens

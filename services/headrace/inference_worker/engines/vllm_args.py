@@ -6,6 +6,7 @@ https://docs.vllm.ai/en/latest/configuration/engine_args.html
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from importlib import metadata
 from pathlib import Path
@@ -55,7 +56,9 @@ def has_gpu() -> bool:
 def read_setup(options: EngineOptions) -> VllmSetup:
     """The set-up from the options. Raise `InvalidInput` naming the setting that is wrong."""
     if not options.model:
-        raise InvalidInput("engine vllm needs a model: a folder, or a name that vLLM can fetch", field="model")
+        raise InvalidInput(
+            "engine vllm needs a model: a folder, or a name that vLLM can fetch", field="model"
+        )
     extras = Extras("vllm", options.extra)
     mode = extras.choice("mode", "auto", MODES)
     adapters = _adapters(extras.text("lora_adapters"))
@@ -95,11 +98,16 @@ def set_environment(setup: VllmSetup) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_args(setup: VllmSetup) -> Any:
-    """vLLM's EngineArgs (AsyncEngineArgs for `async`). Imports vLLM; raise `InvalidInput` for an unknown argument."""
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+def vllm(module: str, name: str) -> Any:
+    """`name` of one of vLLM's modules, imported when it is used. All of vLLM passes through here as Any: these files
+    are checked on machines that do not have it, and its two builds differ.
+    """
+    return getattr(importlib.import_module(module), name)
 
-    cls: Any = AsyncEngineArgs if setup.mode == "async" else EngineArgs
+
+def engine_args(setup: VllmSetup) -> Any:
+    """The EngineArgs of vLLM (AsyncEngineArgs for `async`). Raise `InvalidInput` for one that it does not have."""
+    cls = vllm("vllm.engine.arg_utils", "AsyncEngineArgs" if setup.mode == "async" else "EngineArgs")
     known = {f.name for f in dataclasses.fields(cls)}
     for name in setup.arguments:
         if name not in known:

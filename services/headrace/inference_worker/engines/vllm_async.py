@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import gc
+import multiprocessing
+from typing import Any, Final
 
 from headrace.inference_worker.engines.protocol import EngineDied, ItemFailed, Output, Work
-from headrace.inference_worker.engines.vllm_args import VllmSetup
+from headrace.inference_worker.engines.reaper import Reaper
+from headrace.inference_worker.engines.vllm_args import VllmSetup, vllm
 from headrace.inference_worker.engines.vllm_common import Prepared, VllmBase, load_failure
 from headrace.inference_worker.engines.vllm_params import refusal
 from headrace.inference_worker.engines.vllm_stats import logger_factory
+
+CHILD_POLL_S: Final = 0.1
 
 
 class VllmAsyncEngine(VllmBase):
@@ -19,19 +24,26 @@ class VllmAsyncEngine(VllmBase):
         super().__init__(setup)
         self._engine: Any = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reaper: Reaper | None = None
 
     async def start(self) -> None:
         """Load the model in a child process. Raise `HeadraceError` in one sentence if it cannot be loaded."""
         if self._engine is not None and not self._dead:
             return
-        if self._engine is not None:
-            await self.stop()
+        await self.stop()
+        self._reaper = reaper = Reaper()
+        loading = asyncio.get_running_loop().create_task(asyncio.to_thread(self._load))
         try:
-            engine = await asyncio.to_thread(self._load)
+            while not loading.done():
+                # Loading takes long enough to be killed in: the child is known to the reaper from its first moments.
+                await asyncio.wait([loading], timeout=CHILD_POLL_S)
+                for child in multiprocessing.active_children():
+                    reaper.add(child.pid)
+            self._engine = loading.result()
         except Exception as e:
+            await self.stop()
             raise load_failure(self._setup.model, e) from e
-        self._engine = engine
-        self._loaded(engine)
+        self._loaded(self._engine)
 
     async def stop(self) -> None:
         """End the child; what is pending gets `EngineDied`."""
@@ -44,6 +56,12 @@ class VllmAsyncEngine(VllmBase):
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
         self._config = self._input = None
+        # Its cycles are collected now: at the interpreter's end its finalizer finds its modules gone.
+        del engine
+        gc.collect()
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            reaper.close()
 
     async def run(self, work: Work) -> Output:
         """Run an item; cancelling it aborts the request in the engine."""
@@ -62,9 +80,8 @@ class VllmAsyncEngine(VllmBase):
         return self._output(prepared, result)
 
     async def _result(self, work: Prepared) -> Any:
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        tokens_input = vllm("vllm.inputs.engine", "tokens_input")
+        dead = vllm("vllm.v1.engine.exceptions", "EngineDeadError")
         result: Any = None
         try:
             async for out in self._engine.generate(
@@ -76,7 +93,7 @@ class VllmAsyncEngine(VllmBase):
                 priority=work.params.priority,
             ):
                 result = out
-        except EngineDeadError as e:
+        except dead as e:
             self._die("vLLM's engine process died")
             raise EngineDied(self._dead) from e
         except ValueError as e:
@@ -96,9 +113,9 @@ class VllmAsyncEngine(VllmBase):
 
     def _load(self) -> Any:
         args = self._engine_args()
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(args, stat_loggers=[logger_factory(self._counts)])
+        return vllm("vllm.v1.engine.async_llm", "AsyncLLM").from_engine_args(
+            args, stat_loggers=[logger_factory(self._counts)]
+        )
 
     def _die(self, why: str) -> None:
         self._dead = self._dead or why

@@ -9,8 +9,21 @@ from headrace.contracts.errors import HeadraceError, Unavailable
 from headrace.contracts.messages import ChatPrompt
 from headrace.inference_worker.engines.checks import check_length
 from headrace.inference_worker.engines.options import EngineOptions
-from headrace.inference_worker.engines.protocol import Engine, EngineDied, EngineInfo, ItemFailed, Output, Work
-from headrace.inference_worker.engines.vllm_args import VllmSetup, engine_args, read_setup, set_environment
+from headrace.inference_worker.engines.protocol import (
+    Engine,
+    EngineDied,
+    EngineInfo,
+    ItemFailed,
+    Output,
+    Work,
+)
+from headrace.inference_worker.engines.vllm_args import (
+    VllmSetup,
+    engine_args,
+    read_setup,
+    set_environment,
+    vllm,
+)
 from headrace.inference_worker.engines.vllm_params import refusal, sampling_params
 from headrace.inference_worker.engines.vllm_stats import StepCounts
 from headrace.inference_worker.engines.vllm_text import Texts, fingerprint
@@ -161,10 +174,8 @@ class VllmBase:
         name = work.params.lora
         if name is None:
             return None
-        from vllm.lora.request import LoRARequest
-
         adapters = self._setup.adapters
-        return LoRARequest(name, list(adapters).index(name) + 1, adapters[name])
+        return vllm("vllm.lora.request", "LoRARequest")(name, list(adapters).index(name) + 1, adapters[name])
 
     def _output(self, work: Prepared, result: Any) -> Output:
         """The finished item; one that vLLM ended by itself is no answer."""
@@ -182,7 +193,7 @@ class VllmBase:
         return output
 
     def _verify(self, sampling: Any) -> None:
-        """vLLM's own check of the parameters against the model: ids, log probabilities, grammars."""
+        """The check of vLLM itself of the parameters against the model: ids, log probabilities, grammars."""
         config, processor = self._config, self._input
         try:
             sampling.verify(

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from headrace.contracts.generation import Generation, StructuredOutput
 from headrace.inference_worker.engines.protocol import ItemFailed
+from headrace.inference_worker.engines.vllm_args import vllm
 
 # The same name, meaning and form in both.
 SAME: Final = (
@@ -31,7 +32,7 @@ SAME: Final = (
     "logit_bias",
     "allowed_token_ids",
 )
-# Honoured elsewhere: max_tokens and structured_outputs below, the prompt's cut by the tokenizer, the rest by the request.
+# Honoured elsewhere: the first two below, the prompt's cut by the tokenizer, the rest by the request.
 ELSEWHERE: Final = ("max_tokens", "structured_outputs", "truncate_prompt_tokens", "priority", "lora")
 
 
@@ -40,9 +41,6 @@ def sampling_params(params: Generation, max_tokens: int, *, defaults: dict[str, 
 
     Raise `ItemFailed('invalid_parameter')` for what vLLM refuses.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     values = {name: value for name, value in defaults.items() if name in SAME}
     for name in SAME:
         value = getattr(params, name)
@@ -50,20 +48,22 @@ def sampling_params(params: Generation, max_tokens: int, *, defaults: dict[str, 
         if value is not None and not (name in values and value == getattr(_OPEN, name)):
             values[name] = value
     values["max_tokens"] = max_tokens
-    values["output_kind"] = RequestOutputKind.FINAL_ONLY
+    values["output_kind"] = vllm("vllm.sampling_params", "RequestOutputKind").FINAL_ONLY
     # Text is made from the ids after the item has ended, outside the engine's loop. The exceptions need it inside:
     # stop strings are looked for in the text, and the tokens of log probabilities are named by it.
-    values["detokenize"] = bool(params.stop) or params.logprobs is not None or params.prompt_logprobs is not None
+    values["detokenize"] = (
+        bool(params.stop) or params.logprobs is not None or params.prompt_logprobs is not None
+    )
     try:
         if params.structured_outputs is not None:
             values["structured_outputs"] = _structured(params.structured_outputs)
-        return SamplingParams(**values)
+        return vllm("vllm.sampling_params", "SamplingParams")(**values)
     except (ValueError, TypeError) as e:
         raise refusal(e) from e
 
 
 def refusal(error: Exception) -> ItemFailed:
-    """vLLM's refusal of an item as an error of that item: the parameter that it names, or the one its text tells of."""
+    """A refusal by vLLM as an error of that item: the parameter that it names, or the one its text tells of."""
     message = str(error).strip() or repr(error)
     field: str | None = getattr(error, "parameter", None)
     lower = message.lower()
@@ -77,9 +77,7 @@ def refusal(error: Exception) -> ItemFailed:
 
 
 def _structured(s: StructuredOutput) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(
+    return vllm("vllm.sampling_params", "StructuredOutputsParams")(
         json=s.json,
         regex=s.regex,
         choice=s.choice,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.inference_worker.engines.vllm_args import vllm
+
 
 class StepCounts:
     """Steps that produced something, tokens made, sequences running and waiting after the last step."""
@@ -48,9 +50,9 @@ class StepCounts:
 
 def logger_factory(counts: StepCounts) -> Any:
     """A factory of vLLM's stat loggers that counts into `counts`."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    base = vllm("vllm.v1.metrics.loggers", "StatLoggerBase")
 
-    class Logger(StatLoggerBase):
+    class Logger(base):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from headrace.inference_worker.engines.protocol import EngineDied, Output, Work
-from headrace.inference_worker.engines.vllm_args import VllmSetup, set_environment
+from headrace.inference_worker.engines.vllm_args import VllmSetup, set_environment, vllm
 from headrace.inference_worker.engines.vllm_common import Prepared, VllmBase, load_failure
 from headrace.inference_worker.engines.vllm_params import refusal
 from headrace.inference_worker.engines.vllm_stats import logger_factory
@@ -81,7 +81,7 @@ class StepLoop:
         self._ready.set()
         try:
             self._steps(engine)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 -- whatever ends the steps ends the engine
             _log.exception("vLLM's step failed")
             self._died(f"vLLM's step failed: {type(e).__name__}: {e}")
         finally:
@@ -102,8 +102,7 @@ class StepLoop:
                 self._deliver(finished)
 
     def _take(self, engine: Any, refused: list[tuple[str, Any]]) -> bool:
-        from vllm.inputs.engine import tokens_input
-
+        tokens_input = vllm("vllm.inputs.engine", "tokens_input")
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, _Stop):
@@ -142,10 +141,9 @@ class VllmStepEngine(VllmBase):
         loaded: list[Any] = []
 
         def load() -> Any:
-            from vllm.v1.engine.llm_engine import LLMEngine
-
             args = self._engine_args()
-            engine = LLMEngine.from_engine_args(args, stat_loggers=[logger_factory(self._counts)])
+            cls = vllm("vllm.v1.engine.llm_engine", "LLMEngine")
+            engine = cls.from_engine_args(args, stat_loggers=[logger_factory(self._counts)])
             loaded.append(engine)
             return engine
 

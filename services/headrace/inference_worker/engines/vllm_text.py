@@ -43,7 +43,7 @@ class Texts:
         return ids
 
     def output(self, work: Work, result: Any, prompt_tokens: int) -> Output:
-        """vLLM's finished RequestOutput as ours."""
+        """A finished RequestOutput of vLLM as ours."""
         choices = [self._choice(work, c) for c in result.outputs]
         if work.params.prompt_logprobs is not None and choices:
             prompt = _prompt_logprobs(result.prompt_logprobs)
@@ -69,7 +69,7 @@ class Texts:
                 return_dict=False,
             )
         except Exception as e:
-            # A template is a program of the model's maker: it may raise anything, and what it raises is about this chat.
+            # A template is its maker's program: it may raise anything, and what it raises is about this chat.
             why = f"the model's chat template refuses the messages: {type(e).__name__}: {e}"
             raise ItemFailed("invalid_prompt", why, field="messages") from e
         return list(ids)
@@ -113,8 +113,8 @@ def fingerprint(model: str) -> str:
     return digest.hexdigest()
 
 
-def _token_logprobs(ids: list[int], entries: Any, limit: int) -> list[TokenLogprob]:
-    """vLLM gives, for each position, a map from id to logprob, rank and text: the chosen token and the best ones."""
+def _token_logprobs(ids: list[int], entries: list[dict[int, Any]] | None, limit: int) -> list[TokenLogprob]:
+    """For each position, vLLM gives a map from id to logprob, rank and text: the chosen token and the best ones."""
     tokens: list[TokenLogprob] = []
     for token_id, by_id in zip(ids, entries or [], strict=False):
         ranked = sorted(by_id.values(), key=lambda one: one.rank)[:limit]
@@ -124,8 +124,8 @@ def _token_logprobs(ids: list[int], entries: Any, limit: int) -> list[TokenLogpr
     return tokens
 
 
-def _prompt_logprobs(entries: Any) -> list[Any]:
-    """vLLM's form: null for the first token, then a map from id to logprob, rank and text for each."""
+def _prompt_logprobs(entries: list[dict[int, Any] | None] | None) -> list[Any]:
+    """As its server gives them: null for the first token, then a map from id to logprob, rank and text for each."""
     return [
         None
         if by_id is None

