@@ -6,6 +6,7 @@ share one account.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.contracts.errors import InvalidInput
@@ -13,6 +14,7 @@ from headrace.contracts.names import Lane, check_token
 
 DEFAULT_PREFIX = "hr"
 _TASK_TOKENS = 6
+_SHAPE_TOKEN = re.compile(r"t([0-9]{1,2})")
 MAX_SHAPE = 24
 """Largest shape: 2^24 tokens, more than any model's context."""
 
@@ -68,17 +70,13 @@ class Subjects:
     def parse_task(self, subject: str) -> TaskAddress:
         """Take a task's subject apart; raise `InvalidInput` if it is none."""
         parts = subject.split(".")
-        if (
-            len(parts) != _TASK_TOKENS
-            or parts[0] != self.prefix
-            or parts[1] != "tasks"
-            or parts[4][:1] != "t"
-        ):
+        shape = _SHAPE_TOKEN.fullmatch(parts[4]) if len(parts) == _TASK_TOKENS else None
+        if shape is None or parts[0] != self.prefix or parts[1] != "tasks":
             msg = f"subject {subject[:200]!r} is not a task's"
             raise InvalidInput(msg, field="subject")
         try:
-            return TaskAddress(parts[2], Lane(parts[3]), int(parts[4][1:]), parts[5])
-        except ValueError as e:
+            return TaskAddress(parts[2], Lane(parts[3]), _shape(int(shape[1])), parts[5])
+        except (ValueError, InvalidInput) as e:
             msg = f"subject {subject[:200]!r} is not a task's: {e}"
             raise InvalidInput(msg, field="subject") from e
 

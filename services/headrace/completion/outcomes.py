@@ -37,7 +37,7 @@ _SHAPE = """[{
 _INSERT = f"""
 INSERT INTO outcomes
 SELECT r.job, r."index", coalesce(r.generation, 1), coalesce(r.tenant, 'default'), r.function, r.status, r.custom_id,
-    r.choices, nullif(r.value, 'null'),
+    json_extract_string(r.choices, '$[0].text'), r.choices, nullif(r.value, 'null'),
     CASE WHEN r.choices IS NOT NULL THEN coalesce(json_extract_string(r.choices, '$[0].finish_reason'), 'stop') END,
     r.error.type, r.error.message, r.error.field, r.model, coalesce(r.engine, ''),
     coalesce(r.params_fingerprint, '0000000000000000'), coalesce(r.worker, 'unknown'), coalesce(r.attempt, 1),

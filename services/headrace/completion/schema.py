@@ -55,7 +55,7 @@ CREATE TABLE outcomes (
     function VARCHAR NOT NULL,
     status VARCHAR NOT NULL,
     custom_id VARCHAR,
-    text VARCHAR GENERATED ALWAYS AS (json_extract_string(choices, '$[0].text')) VIRTUAL,
+    text VARCHAR,
     choices JSON,
     value JSON,
     finish_reason VARCHAR,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import re
@@ -11,7 +10,6 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from headrace.contracts.errors import HeadraceError
 from headrace.contracts.messages import FunctionSpec
 from headrace.contracts.names import Lane
 from headrace.contracts.topology import ConsumerSpec
@@ -122,7 +120,7 @@ class WorkerService(Service):
         self.spawn(watchdog, "watchdog")
         self.spawn(CancellationWatch(mesh, runner).run(), "cancellations")
         self.spawn(self.reporter.run(), "reports")
-        self.spawn(self._watch_leases(), "leases")
+        self.spawn(self.leases.watch(), "leases")
         await feeder.start()
 
     async def on_drain(self) -> None:
@@ -150,11 +148,6 @@ class WorkerService(Service):
             and self.runner is not None
             and self.runner.finisher.unsettled < self._unsettled_limit
         )
-
-    async def _watch_leases(self) -> None:
-        while not self.leases.failed.is_set():  # noqa: ASYNC110  (a thread's event: nothing in this loop wakes)
-            await asyncio.sleep(0.25)
-        raise HeadraceError("leases are not renewed any more", code="unavailable")
 
 
 def consumers_of(mesh: Mesh, spec: FunctionSpec) -> list[tuple[Lane, int, ConsumerSpec]]:
