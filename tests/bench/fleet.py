@@ -178,7 +178,9 @@ class Command:
     async def start(cls, *arguments: str) -> Self:
         command = tied(*own_command(), *arguments)
         pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe))
+        return cls(
+            await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe)
+        )
 
     async def output(self) -> bytes:
         try:
@@ -188,7 +190,9 @@ class Command:
                 self._process.send_signal(signal.SIGKILL)
             raise
         if self._process.returncode != 0:
-            raise RuntimeError(f"a headrace command failed with {self._process.returncode}: {output[-2_000:]!r}")
+            raise RuntimeError(
+                f"a headrace command failed with {self._process.returncode}: {output[-2_000:]!r}"
+            )
         return output
 
 

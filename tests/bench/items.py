@@ -16,10 +16,11 @@ FEED_CAP: Final = 128
 FEED_MEDIAN: Final = 32.0
 FEED_SIGMA: Final = 0.8
 
-_WORDS: Final = (
+_TEXT: Final = (
     "water wheel gate channel stone river mill grain turn flow rise fall steady slow quick deep clear cold upper "
     "lower first last north south light dark old new small great open closed summary answer question table"
-).split()
+)
+_WORDS: Final = _TEXT.split()
 
 
 def write_lines(path: Path, count: int, *, seed: int = 0) -> Path:

@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def describe(vllm: str) -> dict[str, str]:
     """Machine and versions by name; `vllm` is what is known of it already."""
     load = ", ".join(f"{x:.2f}" for x in os.getloadavg())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
+        "CPU": f"{_cpu()}, {cores} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",
         "load before": f"{load} (1, 5, 15 minutes)",

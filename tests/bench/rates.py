@@ -14,7 +14,7 @@ from headrace.contracts import codec
 from headrace.contracts.topology import ConsumerSpec, StreamSpec
 from headrace.mesh.jsapi import call, consumer_info, get_message, purge, stream_info
 from headrace.mesh.provision import create_consumer
-from tests.bench.fleet import Durability, Fleet, Memory, Command, loops
+from tests.bench.fleet import Command, Durability, Fleet, Memory, loops
 from tests.bench.items import LINE_BYTES, RESULT_BYTES, write_lines
 from tests.bench.report import Goal, Row
 
@@ -100,7 +100,13 @@ class Rates:
                 ("pull", {"url": url, "stream": RAW_RESULTS, "count": n}),
                 (
                     "work",
-                    {"url": url, "stream": RAW_TASKS, "subject": "bench.results.x", "count": n, "size": RESULT_BYTES},
+                    {
+                        "url": url,
+                        "stream": RAW_TASKS,
+                        "subject": "bench.results.x",
+                        "count": n,
+                        "size": RESULT_BYTES,
+                    },
                 ),
                 ("publish", {"url": url, "subject": "bench.tasks.x", "count": n, "size": TASK_BYTES}),
             ) as running:
@@ -118,7 +124,9 @@ class Rates:
         for name, subject in ((RAW_TASKS, "bench.tasks.>"), (RAW_RESULTS, "bench.results.>")):
             spec = StreamSpec(name=name, subjects=[subject], retention="workqueue", allow_atomic=True)
             await call(mesh, f"STREAM.CREATE.{name}", spec.config(), timeout_s=10)
-            consumer = ConsumerSpec(stream=name, durable="bare", filter_subject=subject, max_ack_pending=20_000)
+            consumer = ConsumerSpec(
+                stream=name, durable="bare", filter_subject=subject, max_ack_pending=20_000
+            )
             await create_consumer(mesh, consumer)
 
     async def _drop_raw_streams(self) -> None:
@@ -198,7 +206,9 @@ class Rates:
             if now != last:
                 moved, last = time.time(), now
             elif time.time() - moved > 60:
-                raise RuntimeError(f"{who} stands still with {now - left:,} to go: see {self._fleet.layout.logs}")
+                raise RuntimeError(
+                    f"{who} stands still with {now - left:,} to go: see {self._fleet.layout.logs}"
+                )
             await asyncio.sleep(POLL_S)
         return time.time()
 
@@ -230,7 +240,7 @@ class Rates:
             lines.unlink()
         for name in services:
             await self._fleet.stop(name)
-        row = self._part("e2e", f"{self._items:,} items, from the command's start until all rows are landed", raw="chain")
+        row = self._part("e2e", f"{self._items:,} items: `headrace submit` … last row", raw="chain")
         row.values.append(self._items / seconds)
         self.rows.append(row)
         for name in ("submit", "worker-1", "completion"):

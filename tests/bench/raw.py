@@ -46,7 +46,13 @@ class Bare(asyncio.Protocol):
     async def connect(cls, url: str) -> Bare:
         host, _, port = url.removeprefix("nats://").partition(":")
         _, bare = await asyncio.get_running_loop().create_connection(cls, host, int(port))
-        options = {"verbose": False, "pedantic": False, "headers": True, "no_responders": True, "name": "bench-raw"}
+        options = {
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+            "no_responders": True,
+            "name": "bench-raw",
+        }
         bare.send(b"CONNECT %b\r\nSUB bare.%b.> 1\r\n" % (json.dumps(options).encode(), bare.id))
         await bare.flush()
         return bare
@@ -265,7 +271,7 @@ async def duckdb_loop(*, path: str, count: int, size: int) -> dict[str, float]:
     )
     shape = '[{"job":"VARCHAR","index":"BIGINT","generation":"INTEGER","status":"VARCHAR","text":"VARCHAR"}]'
     insert = (
-        'INSERT INTO raw SELECT r.job, r."index", r.generation, r.status, r.text '  # noqa: S608
+        'INSERT INTO raw SELECT r.job, r."index", r.generation, r.status, r.text '
         f"FROM (SELECT unnest(from_json($1::VARCHAR, '{shape}')) AS r) ON CONFLICT DO NOTHING"
     )
     await _start_signal()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -68,8 +69,9 @@ class Row(Struct, kw_only=True):
 
 
 def number(value: float) -> str:
-    """Whole from 100 on, else three digits that say something."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}"
+    """As many digits as say something: 12,345 and 45.2 and 0.976."""
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.3f}"
 
 
 def show(console: Console, machine: dict[str, str], rows: list[Row], notes: list[str]) -> None:
@@ -79,15 +81,12 @@ def show(console: Console, machine: dict[str, str], rows: list[Row], notes: list
         facts.add_row(name, value)
     console.print(facts, markup=False)
     console.print()
-    table = Table(title="Headrace benchmark: median (range) of the repetitions", title_justify="left")
-    table.add_column("part")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", no_wrap=True)
     table.add_column("what", overflow="fold")
-    table.add_column("number", justify="right")
-    table.add_column("range × runs", justify="right")
-    table.add_column("raw", justify="right")
-    table.add_column("ratio", justify="right")
-    table.add_column("goal", justify="right")
-    table.add_column("")
+    for name in ("median", "range × runs", "raw", "ratio", "goal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     last = ""
     for row in rows:
         if last and row.part != last:
@@ -97,6 +96,7 @@ def show(console: Console, machine: dict[str, str], rows: list[Row], notes: list
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
+        console.print()
 
 
 def _cells(row: Row, part: str) -> list[str]:

@@ -80,9 +80,12 @@ async def stored_tasks(mesh: Mesh, job: str | None = None) -> list[Task]:
     found: list[Task] = []
     for begin in range(first, last + 1, 128):
         numbers = range(begin, min(begin + 128, last + 1))
-        for message in await asyncio.gather(*(get_message(mesh, stream, n) for n in numbers)):
-            if message is not None and ".manifest." not in message.subject:
-                found.append(codec.TASK.decode(message.data, message.headers))
+        messages = await asyncio.gather(*(get_message(mesh, stream, n) for n in numbers))
+        found += [
+            codec.TASK.decode(m.data, m.headers)
+            for m in messages
+            if m is not None and ".manifest." not in m.subject
+        ]
     return [t for t in found if job is None or t.job == job]
 
 

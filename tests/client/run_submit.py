@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -16,7 +17,9 @@ async def main(url: str, source: str, job: str, patience_s: float) -> int:
         except HeadraceError as e:
             print(msgspec.json.encode({"error": {"code": e.code, "message": str(e)}}).decode())
             return 1
-        print(msgspec.json.encode(receipt).decode())
+        # Not `ru_maxrss`: that begins with what the parent had when it forked.
+        peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+        print(msgspec.json.encode({**msgspec.structs.asdict(receipt), "peak_mib": peak}).decode())
         return 0
 
 

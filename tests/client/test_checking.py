@@ -171,3 +171,10 @@ def test_batches_are_bounded_in_bytes(tmp_path: Path) -> None:
         feed = Feed(opened, acceptance())
         sizes = [len(b.messages) for b in iter(feed.next, None)]
     assert sizes == [5, 5, 2]
+
+
+def test_large_defaults_count_in_the_size_of_each_item(tmp_path: Path) -> None:
+    defaults = {"allowed_token_ids": list(range(1_000))}
+    found = check(write(tmp_path / "in", plain(2, size=1_000)), defaults=defaults, max_payload=5_000)
+    assert found.refused == 2
+    assert check(write(tmp_path / "in", plain(2, size=1_000)), max_payload=5_000).refused == 0

@@ -384,8 +384,20 @@ def test_response_formats() -> None:
 
 def test_sets_of_parameters_are_told_apart() -> None:
     decoder = LineDecoder(SPEC, defaults={"temperature": 0.3, "max_tokens": 7})
-    bodies: list[dict[str, Any]] = [{}, {"n": 2}, {"seed": 1}, {"seed": 2}, {"stop": ["a"]}, {"stop": "a"}, {"stop": ["b"]}, {"logprobs": True},
-              {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 2}}, {"guided_json": {"a": 1}}, {"ignore_eos": True}]  # fmt: skip
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"n": 2},
+        {"seed": 1},
+        {"seed": 2},
+        {"stop": ["a"]},
+        {"stop": "a"},
+        {"stop": ["b"]},
+        {"logprobs": True},
+        {"logit_bias": {"1": 1}},
+        {"logit_bias": {"1": 2}},
+        {"guided_json": {"a": 1}},
+        {"ignore_eos": True},
+    ]
     for _ in range(2):
         found = [decoder.decode(json.dumps(batch_line(**b)).encode()).params for b in bodies]
         assert len({p.fingerprint for p in found}) == len(bodies) - 1  # one stop, spelled in two ways

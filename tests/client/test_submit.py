@@ -21,6 +21,7 @@ from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer
 from headrace.mesh.jsapi import call, last_message, purge, stream_info
 from headrace.mesh.publisher import publish
+from headrace.mesh.server import NatsServer
 from headrace.mesh.settle import Settler
 from headrace.mesh.wire import OutMessage
 from tests.client.harness import assert_whole, count_tasks, manifest, plain, stored_tasks, write
@@ -324,3 +325,21 @@ async def test_a_submit_can_be_cancelled_while_checking(ready: Mesh, tmp_path: P
     with pytest.raises(asyncio.CancelledError):
         await submitting
     assert (await submit(ready, path, job="j")).submitted == 20_000
+
+
+async def test_the_broker_restarts_while_the_input_is_checked(
+    ready: Mesh, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in", plain(1_500))
+    killed = False
+
+    def progress(p: Progress) -> None:
+        nonlocal killed
+        if p.phase == "checking" and not killed:
+            killed = True
+            nats_server.kill()
+            nats_server.restart()
+
+    receipt = await submit(ready, path, job="j", on_progress=progress)
+    assert (killed, receipt.submitted) == (True, 1_500)
+    await assert_whole(ready, "j", 1_500)

@@ -1,4 +1,4 @@
-"""Tokenising in the client, against a tokenizer that is made here, and chat templates as `transformers` renders them."""
+"""Tokenising in the client, against a tokenizer made here, and chat templates as `transformers` renders them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 def test_a_demanded_tokenizer_must_be_there(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="names no tokenizer"):
         choose_tokeniser(SPEC, "client", None)
-    with pytest.raises(InvalidInput, match="no tokenizer.json"):
+    with pytest.raises(InvalidInput, match=r"no tokenizer\.json"):
         choose_tokeniser(SPEC, "auto", tmp_path)
     with pytest.raises(InvalidInput, match="left to the worker"):
         choose_tokeniser(SPEC, "worker", folder)
@@ -164,7 +164,7 @@ def test_a_demanded_tokenizer_must_be_there(folder: Path, tmp_path: Path) -> Non
         ("{{ bos_token }}{{ messages[0].content }}", "<s>é<"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "é<"}]'),
         ("{{ messages[0] | tojson(indent=2) }}", '{\n  "role": "user",\n  "content": "é<"\n}'),
-        ("{{ strftime_now('%Y') }}", datetime.now().strftime("%Y")),
+        ("{{ strftime_now('%Y') }}", datetime.now().astimezone().strftime("%Y")),
         ("{% for m in messages %}{% if true %}{% break %}{% endif %}x{% endfor %}y", "y"),
         ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
         ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),

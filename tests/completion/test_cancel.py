@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from headrace.contracts import codec
 from headrace.contracts.errors import NotFound
+from headrace.contracts.messages import JobCancelled
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.jsapi import JetStreamError
-from headrace.mesh.microservice import call_api
 from headrace.mesh.settings import Settings
 from tests.completion.world import (
     FUNCTION,
     SHAPE,
-    Process,
     Producer,
+    assert_cancelled,
+    cancel,
     error_of,
-    process,
     register,
     result,
     serving,
@@ -32,26 +30,6 @@ from tests.completion.world import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-async def cancel(mesh: Mesh, job: str = "j", reason: str = "enough") -> dict[str, Any]:
-    return msgspec.json.decode(await call_api(mesh, "cancel", {"job": job, "reason": reason}, timeout_s=20))
-
-
-async def assert_settled(job: Producer, *, count: int, ok: int | None = None) -> None:
-    """One outcome for each index, nothing in the broker, one `completed` event, a balanced account."""
-    status = await job.ended()
-    assert (status.state, status.submitted) == ("cancelled", count)
-    assert status.ok + status.failed + status.dead + status.cancelled == count
-    if ok is not None:
-        assert (status.ok, status.cancelled) == (ok, count - ok)
-    found = await sql(job.mesh, 'SELECT count(*), count(DISTINCT "index"), min("index"), max("index") FROM outcomes')
-    assert found == [[count, count, 0, count - 1] if count else [0, 0, None, None]]
-    assert await jsapi.count_subject(job.mesh, job.mesh.topology.tasks, job.mesh.subjects.tasks_of_job(job.job)) == 0
-    assert await job.count_completed_events() == 1
-    audit = await job.audit()
-    assert audit.balanced, audit
-    assert audit.missing == []
 
 
 async def test_midway(mesh: Mesh, settings: Settings) -> None:
@@ -63,7 +41,7 @@ async def test_midway(mesh: Mesh, settings: Settings) -> None:
         await job.work(range(7))
         reply = await cancel(mesh)
         assert reply["changed"] is True
-        await assert_settled(job, count=25)
+        await assert_cancelled(job, count=25)
         status = await job.status()
         assert status.ok == 7
         again = await cancel(mesh)
@@ -88,7 +66,7 @@ async def test_the_producers_next_batch_is_refused(mesh: Mesh, settings: Setting
         error = await error_of(job.submit(10))
         assert isinstance(error, JetStreamError)
         assert error.err_code in (jsapi.WRONG_LAST_SEQUENCE, jsapi.WRONG_LAST_SUBJECT_SEQUENCE)
-        await assert_settled(job, count=10, ok=0)
+        await assert_cancelled(job, count=10, ok=0)
         # After the end too: what the progress record says stays.
         assert isinstance(await error_of(job.submit(10)), JetStreamError)
 
@@ -98,7 +76,7 @@ async def test_before_the_first_batch(mesh: Mesh, settings: Settings) -> None:
         job = Producer(mesh, "j")
         await job.open()
         await cancel(mesh)
-        await assert_settled(job, count=0)
+        await assert_cancelled(job, count=0)
         assert isinstance(await error_of(job.submit(10)), JetStreamError)
 
 
@@ -118,7 +96,7 @@ async def test_a_producer_that_stores_while_it_is_cancelled(mesh: Mesh, settings
         await until(lambda: job.stored > 500)
         await cancel(mesh)
         stored = await producing
-        await assert_settled(job, count=stored, ok=0)
+        await assert_cancelled(job, count=stored, ok=0)
 
 
 async def _or_none(request: Any) -> JetStreamError | None:
@@ -136,8 +114,16 @@ async def test_a_completed_job_says_so_and_stays(mesh: Mesh, settings: Settings)
         await job.work(range(3))
         await job.ended()
         reply = await cancel(mesh)
-        assert (reply["changed"], reply["state"], reply["ok"], reply["cancelled"]) == (False, "completed", 3, 0)
-        assert await jsapi.last_message(mesh, mesh.topology.jobs, mesh.subjects.job_event("j", "cancelled")) is None
+        assert (reply["changed"], reply["state"], reply["ok"], reply["cancelled"]) == (
+            False,
+            "completed",
+            3,
+            0,
+        )
+        assert (
+            await jsapi.last_message(mesh, mesh.topology.jobs, mesh.subjects.job_event("j", "cancelled"))
+            is None
+        )
 
 
 async def test_an_unknown_job_and_a_name_that_is_none(mesh: Mesh, settings: Settings) -> None:
@@ -152,7 +138,7 @@ async def test_many_requests_at_once(mesh: Mesh, settings: Settings) -> None:
         job = Producer(mesh, "j")
         await job.whole(100)
         await asyncio.gather(*(cancel(mesh, reason=f"r{i}") for i in range(10)))
-        await assert_settled(job, count=100, ok=0)
+        await assert_cancelled(job, count=100, ok=0)
         count = await jsapi.count_subject(mesh, mesh.topology.jobs, mesh.subjects.job_event("j", "cancelled"))
         assert count == 1
 
@@ -178,7 +164,9 @@ async def test_against_results_that_stream_in(mesh: Mesh, settings: Settings) ->
             status = await job.status()
             # The job may have been complete before the cancellation was taken up.
             assert status.ok + status.cancelled == 300
-            rows = await sql(mesh, f"SELECT count(*), count(DISTINCT \"index\") FROM outcomes WHERE job = '{job.job}'")
+            rows = await sql(
+                mesh, f"SELECT count(*), count(DISTINCT \"index\") FROM outcomes WHERE job = '{job.job}'"
+            )
             assert rows == [[300, 300]]
             assert (await job.audit()).balanced
             assert await job.count_completed_events() == 1
@@ -186,54 +174,12 @@ async def test_against_results_that_stream_in(mesh: Mesh, settings: Settings) ->
 
 async def test_an_event_without_a_request(mesh: Mesh, settings: Settings) -> None:
     """Somebody else closed the intake and stored the event: completion does the rest."""
-    from headrace.contracts.messages import JobCancelled  # noqa: PLC0415
-
     async with serving(settings):
         job = Producer(mesh, "j")
         await job.open()
         await job.submit(8, closed="cancelled")
         await job.event(JobCancelled(job="j", count=8, reason="by hand"), "cancelled")
-        await assert_settled(job, count=8, ok=0)
-
-
-POINTS = (
-    "cancel-noted", "cancel-intake-closed", "cancel-announced", "cancel-purged", "cancel-committed", "job-announcing",
-    "job-announced",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("point", POINTS)
-async def test_killed_at_each_step_it_ends_the_same(mesh: Mesh, settings: Settings, tmp_path: Path, point: str) -> None:
-    job = Producer(mesh, "j")
-    await job.open()
-    await job.submit(40)
-    async with process(settings, tmp_path, crash_at=point) as first:
-        await job.work(range(6))
-        await until(job.results_empty)
-        await error_of_or_reply(mesh)
-        assert await first.wait() == -9
-    async with process(settings, tmp_path):
-        # The start takes it up: nobody has to ask again.
-        await assert_settled(job, count=40, ok=6)
-
-
-async def error_of_or_reply(mesh: Mesh) -> None:
-    """Ask for the cancellation; the service may die before it answers."""
-    with_reply = asyncio.ensure_future(call_api(mesh, "cancel", {"job": "j"}, timeout_s=2))
-    await asyncio.wait((with_reply,))
-    with_reply.exception()
-
-
-async def test_a_stop_in_the_middle_is_taken_up(mesh: Mesh, settings: Settings, tmp_path: Path) -> None:
-    job = Producer(mesh, "j")
-    await job.whole(2_000)
-    running = Process(settings, tmp_path)
-    await running.start()
-    await until(job.status)
-    await cancel(mesh)
-    assert await running.stop() == 0
-    async with process(settings, tmp_path):
-        await assert_settled(job, count=2_000, ok=0)
+        await assert_cancelled(job, count=8, ok=0)
 
 
 async def test_tasks_are_gone_for_workers_at_once(mesh: Mesh, settings: Settings) -> None:

@@ -19,7 +19,17 @@ from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
-from tests.completion.world import Process, Producer, process, register, result, serving, sql, until, with_options
+from tests.completion.world import (
+    Process,
+    Producer,
+    process,
+    register,
+    result,
+    serving,
+    sql,
+    until,
+    with_options,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +51,10 @@ async def assert_each_once(job: Producer, count: int) -> None:
     assert audit.balanced, audit
 
     async def manifest_gone() -> bool:
-        return await jsapi.last_message(job.mesh, job.mesh.topology.tasks, job.mesh.subjects.manifest(job.job)) is None
+        return (
+            await jsapi.last_message(job.mesh, job.mesh.topology.tasks, job.mesh.subjects.manifest(job.job))
+            is None
+        )
 
     await until(manifest_gone)
 
@@ -51,7 +64,12 @@ LANDING = ("landing-before-commit", "landing-committed", "landing-acked")
 
 @pytest.mark.parametrize(
     "point",
-    [*(f"{p}:{n}" for p in LANDING for n in (1, 4)), "job-announcing", "job-announced", "job-events-committed"],
+    [
+        *(f"{p}:{n}" for p in LANDING for n in (1, 4)),
+        "job-announcing",
+        "job-announced",
+        "job-events-committed",
+    ],
 )
 async def test_killed_at_each_point(mesh: Mesh, settings: Settings, tmp_path: Path, point: str) -> None:
     """A13: between commit and ack, in mid-transaction, and around the last event."""
@@ -128,7 +146,9 @@ async def test_a_full_disk_acks_nothing_and_lands_all_once_there_is_space(
         wal = Path(f"{database_path(settings)}.wal")
         size = max(size, wal.stat().st_size if wal.exists() else 0)
         resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (size + 50_000, resource.RLIM_INFINITY))
-        await job.results(result("j", i, choices=[Choice(text=os.urandom(5_000).hex())]) for i in range(50, 100))
+        await job.results(
+            result("j", i, choices=[Choice(text=os.urandom(5_000).hex())]) for i in range(50, 100)
+        )
         await jsapi.purge(mesh, mesh.topology.tasks, filter_=mesh.subjects.tasks_of_job("j"))
         await until(lambda: running.log.read_text().count("not written yet") >= 3)
         info = await jsapi.consumer_info(mesh, mesh.topology.results, "completion")
@@ -140,7 +160,9 @@ async def test_a_full_disk_acks_nothing_and_lands_all_once_there_is_space(
         assert info["num_ack_pending"] > 0
         assert (status.state, status.landing) == ("sealed", stored)
         assert (await job.audit()).balanced
-        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(
+            running.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
         await assert_each_once(job, 100)
         assert running.process.poll() is None
 

@@ -8,7 +8,6 @@ from typing import Any
 import duckdb
 import msgspec
 import pytest
-from tests.completion.world import result
 
 from headrace.completion import job_rows
 from headrace.completion.jobs import apply
@@ -33,6 +32,7 @@ from headrace.contracts.messages import (
     Timings,
     Usage,
 )
+from tests.completion.world import result
 
 pytestmark = pytest.mark.anyio
 INPUT = "0123456789abcdef"
@@ -108,7 +108,9 @@ async def test_of_two_generations_the_latest_counts(store: Store) -> None:
 
 
 async def test_every_field_comes_back_as_it_was(store: Store) -> None:
-    task = Task(job="j", index=1, function="f", prompt=TextPrompt(text="näh 🙂"), params=Generation(temperature=0.5))
+    task = Task(
+        job="j", index=1, function="f", prompt=TextPrompt(text="näh 🙂"), params=Generation(temperature=0.5)
+    )
     full = Result(
         job="j",
         index=1,
@@ -118,7 +120,12 @@ async def test_every_field_comes_back_as_it_was(store: Store) -> None:
         tenant="t",
         custom_id="c-1",
         choices=[
-            Choice(text='a "b"\n\u0000 🙂', finish_reason="tool_calls", token_ids=[1, 2], tool_calls=[{"id": "x"}]),
+            Choice(
+                text='a "b"\n\u0000 🙂',
+                finish_reason="tool_calls",
+                token_ids=[1, 2],
+                tool_calls=[{"id": "x"}],
+            ),
             Choice(text="", logprobs={"content": [1.5, None]}, stop_reason=7),
         ],
         value=msgspec.Raw(b'{"a":[1,123456789012345678901234567890,null]}'),
@@ -225,10 +232,16 @@ async def test_cancelling_keeps_outcomes_and_fills_the_rest(store: Store) -> Non
     assert await store.write(job_rows.fill_cancelled, "j") is None
     await store.write(land, [result("j", 5)])
     job = await counters(store)
-    assert (job["ok"], job["failed"], job["cancelled"], job["duplicates"], job["state"]) == (2, 1, 22, 1, "cancelled")
-    assert await rows(store, "SELECT DISTINCT error_type, error_message FROM outcomes WHERE status = 'cancelled'") == [
-        ("cancelled", "enough")
-    ]
+    assert (job["ok"], job["failed"], job["cancelled"], job["duplicates"], job["state"]) == (
+        2,
+        1,
+        22,
+        1,
+        "cancelled",
+    )
+    assert await rows(
+        store, "SELECT DISTINCT error_type, error_message FROM outcomes WHERE status = 'cancelled'"
+    ) == [("cancelled", "enough")]
 
 
 async def test_an_ended_job_cannot_be_cancelled(store: Store) -> None:
@@ -273,7 +286,9 @@ async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.duckdb"
     store = Store(path)
     await store.open()
-    await store.write(lambda c: c.execute("INSERT INTO schema_version VALUES (999, 'later', now()::TIMESTAMP)"))
+    await store.write(
+        lambda c: c.execute("INSERT INTO schema_version VALUES (999, 'later', now()::TIMESTAMP)")
+    )
     await store.close()
     with pytest.raises(Conflict, match="999"):
         await Store(path).open()

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from headrace.completion.outcomes import insert_results
 from headrace.completion.service import database_path
 from headrace.contracts import codec
+from headrace.contracts.api import ResultsReply
 from headrace.contracts.errors import Conflict, NotFound
-from headrace.contracts.messages import Choice, DeadLetter, Manifest, WorkerReport
+from headrace.contracts.messages import Choice, DeadLetter, Manifest, Result, Task, TextPrompt, WorkerReport
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import Delivery, PullConsumer
@@ -107,7 +110,9 @@ async def test_a_job_that_nobody_knows(mesh: Mesh, settings: Settings) -> None:
             assert isinstance(await error_of(call_api(mesh, name, {"job": "none"})), NotFound), name
 
 
-async def test_undecodable_results_are_dead_lettered_and_their_neighbours_land(mesh: Mesh, settings: Settings) -> None:
+async def test_undecodable_results_are_dead_lettered_and_their_neighbours_land(
+    mesh: Mesh, settings: Settings
+) -> None:
     async with serving(settings):
         job = Producer(mesh, "j")
         await job.whole(4)
@@ -133,7 +138,9 @@ async def test_undecodable_results_are_dead_lettered_and_their_neighbours_land(m
 
 
 async def test_dead_letters_are_copied_once(mesh: Mesh, settings: Settings) -> None:
-    letter = DeadLetter(origin="HR_TASKS", subject="hr.tasks.x", reason="why", data=b"\x00\xff", headers={"a": "b"})
+    letter = DeadLetter(
+        origin="HR_TASKS", subject="hr.tasks.x", reason="why", data=b"\x00\xff", headers={"a": "b"}
+    )
     await publish(mesh, mesh.topology.dead, mesh.subjects.dead("HR_TASKS"), codec.DEAD_LETTER.encode(letter))
     await publish(mesh, mesh.topology.dead, mesh.subjects.dead("hand"), b"by hand")
 
@@ -165,7 +172,10 @@ async def test_one_result_before_and_after_it_lands(mesh: Mesh, settings: Settin
         await job.work([1])
         async with asyncio.timeout(2.0):
             found = await waiting
-        assert (found["status"], found["choices"]) == ("ok", [{"text": "answer 1", "finish_reason": "length"}])
+        assert (found["status"], found["choices"]) == (
+            "ok",
+            [{"text": "answer 1", "finish_reason": "length"}],
+        )
         assert (await ask(1, generation=2))["landed"] is False
         await job.results([result("j", 1, "failed", generation=2)])
         await until(job.results_empty)
@@ -199,6 +209,25 @@ async def test_pages_are_in_order_complete_and_under_max_payload(mesh: Mesh, set
         assert pages > 5
         assert (seen[0]["index"], seen[0]["status"], seen[0]["generation"]) == (1, "failed", 2)
         assert all(r["choices"][0]["text"] == large[r["index"]] for r in seen[1:])
+
+
+async def test_an_outcome_that_fills_a_reply_comes_without_its_task(mesh: Mesh, settings: Settings) -> None:
+    async with serving(settings) as service:
+        task = Task(job="j", index=0, function=FUNCTION, prompt=TextPrompt(text="p" * 600_000))
+        cut = result("j", 0, "failed", task=task, choices=[Choice(text="x" * 600_000)])
+        whole = result("j", 1, "failed", task=replace(task, index=1))
+        too_large = result("j", 2, choices=[Choice(text="x" * 1_100_000)])
+        await service._store.write(insert_results, [cut, whole, too_large, result("j", 3)], 1)
+
+        async def page(after: int) -> list[Result]:
+            body = await call_api(mesh, "results", {"job": "j", "after": after})
+            return msgspec.json.decode(body, type=ResultsReply).results
+
+        (first,) = await page(-1)
+        assert (first.index, first.task, len(first.choices[0].text)) == (0, None, 600_000)
+        assert (await page(0))[0].task == whole.task
+        assert "go on after 2" in str(await error_of(page(1)))
+        assert [r.index for r in await page(2)] == [3]
 
 
 async def test_jobs_are_listed_newest_first(mesh: Mesh, settings: Settings) -> None:
@@ -317,7 +346,9 @@ async def test_running_comes_from_the_reports_of_workers(mesh: Mesh, settings: S
         await until(seen)
 
 
-async def test_completed_never_exceeds_the_rows_and_every_sample_balances(mesh: Mesh, settings: Settings) -> None:
+async def test_completed_never_exceeds_the_rows_and_every_sample_balances(
+    mesh: Mesh, settings: Settings
+) -> None:
     """A12, with a sink that is slowed down: ok is read from the same snapshot as the rows."""
     await register(mesh)
     async with serving(with_options(settings, batch_rows=50)) as service:
@@ -333,7 +364,9 @@ async def test_completed_never_exceeds_the_rows_and_every_sample_balances(mesh: 
         while not working.done() or not await job.completed():
             status = await job.status()
             assert total(status) == status.submitted == 2_000, status
-            rows = await service._store.read(lambda c: c.execute("SELECT count(*) FROM outcomes").fetchone()[0])
+            rows = await service._store.read(
+                lambda c: c.execute("SELECT count(*) FROM outcomes").fetchone()[0]
+            )
             assert status.ok <= rows
             audit = await job.audit()
             assert audit.balanced, audit
@@ -345,7 +378,9 @@ async def test_completed_never_exceeds_the_rows_and_every_sample_balances(mesh: 
 
 
 # --- starting and stopping ------------------------------------------------------------------------
-async def test_a_second_completion_on_the_file_says_who_has_it(mesh: Mesh, settings: Settings, tmp_path: Path) -> None:
+async def test_a_second_completion_on_the_file_says_who_has_it(
+    mesh: Mesh, settings: Settings, tmp_path: Path
+) -> None:
     async with process(settings, tmp_path) as first:
         second = Process(settings, tmp_path / "nats")
         await second.start(wait=False)
@@ -367,7 +402,9 @@ async def _start(settings: Settings) -> None:
         pass
 
 
-async def test_a_stop_lands_what_is_in_hand_and_restarts_go_on(mesh: Mesh, settings: Settings, tmp_path: Path) -> None:
+async def test_a_stop_lands_what_is_in_hand_and_restarts_go_on(
+    mesh: Mesh, settings: Settings, tmp_path: Path
+) -> None:
     job = Producer(mesh, "j")
     await job.whole(3_000)
     async with process(settings, tmp_path) as running:
@@ -404,4 +441,6 @@ async def test_the_front_door_is_found_by_nats_micro(mesh: Mesh, settings: Setti
     async with serving(settings):
         answer = msgspec.json.decode((await mesh.request("$SRV.INFO.headrace-completion", b"")).data)
         names = {e["subject"] for e in answer["endpoints"]}
-        assert names == {f"hr.api.{n}" for n in ("status", "audit", "jobs", "result", "results", "query", "cancel")}
+        assert names == {
+            f"hr.api.{n}" for n in ("status", "audit", "jobs", "result", "results", "query", "cancel")
+        }

@@ -37,8 +37,7 @@ from headrace.mesh.connection import Mesh
 from headrace.mesh.microservice import call_api
 from headrace.mesh.provision import register_function
 from headrace.mesh.publisher import AtomicBatch, OutMessage, publish, publish_all
-from headrace.mesh.settings import Settings
-from headrace.mesh.settings import CompletionSettings
+from headrace.mesh.settings import CompletionSettings, Settings
 
 FUNCTION = "echo"
 INPUT = "0123456789abcdef"
@@ -47,11 +46,15 @@ SHAPE = 6
 
 def result(job: str, index: int, status: str = "ok", **fields: Any) -> Result:
     """An outcome as a worker would store it."""
-    fields.setdefault("choices", [Choice(text=f"answer {index}", finish_reason="length")] if status == "ok" else [])
+    fields.setdefault(
+        "choices", [Choice(text=f"answer {index}", finish_reason="length")] if status == "ok" else []
+    )
     fields.setdefault("usage", Usage(prompt_tokens=3, completion_tokens=2))
     if status != "ok":
         fields.setdefault("error", ItemError(type="too_long", message="too long"))
-    return Result(job=job, index=index, function=FUNCTION, status=status, worker="w1", engine="echo", **fields)
+    return Result(
+        job=job, index=index, function=FUNCTION, status=status, worker="w1", engine="echo", **fields
+    )
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
@@ -76,7 +79,9 @@ class Producer:
         self.manifest_seq = 0
 
     async def open(self, **fields: Any) -> None:
-        await self.event(JobOpened(job=self.job, function=FUNCTION, input_fingerprint=INPUT, **fields), "opened")
+        await self.event(
+            JobOpened(job=self.job, function=FUNCTION, input_fingerprint=INPUT, **fields), "opened"
+        )
 
     async def event(self, event: Any, name: str) -> None:
         await publish(
@@ -117,7 +122,8 @@ class Producer:
 
     async def seal(self, count: int | None = None) -> None:
         await self.event(
-            JobSealed(job=self.job, count=self.stored if count is None else count, input_fingerprint=INPUT), "sealed"
+            JobSealed(job=self.job, count=self.stored if count is None else count, input_fingerprint=INPUT),
+            "sealed",
         )
 
     async def whole(self, n: int) -> None:
@@ -126,7 +132,9 @@ class Producer:
         await self.submit(n, closed="sealed")
         await self.seal()
 
-    async def work(self, indices: Iterable[int], status: str = "ok", *, remove: bool = True, **fields: Any) -> None:
+    async def work(
+        self, indices: Iterable[int], status: str = "ok", *, remove: bool = True, **fields: Any
+    ) -> None:
         """A worker's part for these items: the result is stored, then the task is gone."""
         indices = list(indices)
         await self.results(result(self.job, i, status, **fields) for i in indices)
@@ -135,7 +143,8 @@ class Producer:
 
     async def results(self, results: Iterable[Result]) -> None:
         messages = [
-            OutMessage(self.mesh.subjects.result("job", r.function, r.job), codec.RESULT.encode(r)) for r in results
+            OutMessage(self.mesh.subjects.result("job", r.function, r.job), codec.RESULT.encode(r))
+            for r in results
         ]
         for i in range(0, len(messages), 1_000):
             await publish_all(self.mesh, self.mesh.topology.results, messages[i : i + 1_000])
@@ -195,6 +204,32 @@ async def sql(mesh: Mesh, statement: str, **fields: Any) -> list[list[Any]]:
     return msgspec.json.decode(body)["rows"]
 
 
+async def cancel(mesh: Mesh, job: str = "j", reason: str = "enough") -> dict[str, Any]:
+    """What the service answers to a cancellation."""
+    return msgspec.json.decode(await call_api(mesh, "cancel", {"job": job, "reason": reason}, timeout_s=20))
+
+
+async def assert_cancelled(job: Producer, *, count: int, ok: int | None = None) -> None:
+    """One outcome for each index, nothing in the broker, one `completed` event, a balanced account."""
+    status = await job.ended()
+    assert (status.state, status.submitted) == ("cancelled", count)
+    assert status.ok + status.failed + status.dead + status.cancelled == count
+    if ok is not None:
+        assert (status.ok, status.cancelled) == (ok, count - ok)
+    found = await sql(
+        job.mesh, 'SELECT count(*), count(DISTINCT "index"), min("index"), max("index") FROM outcomes'
+    )
+    assert found == [[count, count, 0, count - 1] if count else [0, 0, None, None]]
+    assert (
+        await jsapi.count_subject(job.mesh, job.mesh.topology.tasks, job.mesh.subjects.tasks_of_job(job.job))
+        == 0
+    )
+    assert await job.count_completed_events() == 1
+    audit = await job.audit()
+    assert audit.balanced, audit
+    assert audit.missing == []
+
+
 async def error_of(request: Awaitable[Any]) -> HeadraceError:
     """The error that `request` raises."""
     try:
@@ -235,7 +270,9 @@ class Process:
     async def start(self, *, wait: bool = True) -> None:
         self.ready.unlink(missing_ok=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HEADRACE_", "OTEL_"))}
-        env |= {"HEADRACE_READY_FILE": str(self.ready)} | ({"HEADRACE_CRASH_AT": self.crash_at} if self.crash_at else {})
+        env["HEADRACE_READY_FILE"] = str(self.ready)
+        if self.crash_at:
+            env["HEADRACE_CRASH_AT"] = self.crash_at
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("run_completion.py"))],

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.contracts import codec
 from headrace.contracts.errors import NotFound
 from headrace.contracts.generation import Generation
@@ -29,6 +31,11 @@ from headrace.mesh.settings import Settings, WorkerSettings
 
 HEADERS = b"Headrace-Schema: task/1\r\n"
 FUNCTION = "generate"
+
+one_loop = pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("asyncio", {}), id="asyncio")], indirect=True
+)
+"""For tests of worker processes, which bring their own loop: which one the test runs on changes nothing."""
 
 
 def tokens(n: int, *, first: int = 1) -> TokenPrompt:

@@ -19,6 +19,7 @@ from headrace.mesh.settings import Settings
 from tests.worker.conftest import StartWorker
 from tests.worker.harness import (
     left,
+    one_loop,
     put,
     results,
     running,
@@ -33,9 +34,8 @@ from tests.worker.harness import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_a1_three_kills_at_thirty_percent_lose_nothing(
-    mesh: Mesh, start_worker: StartWorker, anyio_backend: tuple[str, dict[str, object]]
-) -> None:
+@one_loop
+async def test_a1_three_kills_at_thirty_percent_lose_nothing(mesh: Mesh, start_worker: StartWorker) -> None:
     n = 1_000
     worker = start_worker(ack_wait_s=1.0, engine="echo", slots=64, engine_options={"delay_ms": "40"})
     await put(mesh, [task(i) for i in range(n)])
@@ -54,7 +54,8 @@ async def test_a1_three_kills_at_thirty_percent_lose_nothing(
     assert len(found) - n <= 3 * 64 * 2
 
 
-@pytest.mark.parametrize("point", ["item-finished:20", "result-published", "task-acked"])
+@one_loop
+@pytest.mark.parametrize("point", ["item-finished", "result-published", "task-acked"])
 async def test_a_worker_that_dies_between_two_steps_of_an_item_loses_none(
     point: str, mesh: Mesh, start_worker: StartWorker
 ) -> None:
@@ -80,6 +81,7 @@ async def test_a_worker_that_dies_between_two_steps_of_an_item_loses_none(
         assert 0 < repeated <= stored_then, "stored and not acked: again, for landing to tell apart"
 
 
+@one_loop
 async def test_a8_a_task_three_times_longer_than_its_lease_finishes_in_one_try(
     mesh: Mesh, settings: Settings
 ) -> None:
@@ -110,6 +112,7 @@ async def test_a8_a_lapsed_lease_gives_a_duplicate_that_names_its_attempt(
     assert sorted(r.attempt for r in found)[:2] == [1, 2]
 
 
+@one_loop
 async def test_a9_two_workers_halve_the_time_and_run_each_item_once(mesh: Mesh, settings: Settings) -> None:
     slow = with_worker(settings, slots=4, engine_options={"delay_ms": "100"})
     walls: list[float] = []
@@ -175,6 +178,7 @@ async def test_a18_a_task_after_a_broker_restart_is_taken_within_two_seconds(
         assert time.monotonic() - started < 2.0
 
 
+@one_loop
 async def test_s8_sigterm_finishes_what_runs_and_leaves_the_rest_to_others(
     mesh: Mesh, start_worker: StartWorker
 ) -> None:
@@ -196,6 +200,7 @@ async def test_s8_sigterm_finishes_what_runs_and_leaves_the_rest_to_others(
     assert other.wait(10) == 0
 
 
+@one_loop
 async def test_s8_what_does_not_finish_in_the_grace_is_handed_over(
     mesh: Mesh, start_worker: StartWorker
 ) -> None:
@@ -210,6 +215,7 @@ async def test_s8_what_does_not_finish_in_the_grace_is_handed_over(
     assert sorted((r.index, r.attempt) for r in await results(mesh)) == [(i, 2) for i in range(8)]
 
 
+@one_loop
 async def test_a_second_sigterm_ends_the_worker_at_once(mesh: Mesh, start_worker: StartWorker) -> None:
     worker = start_worker(slots=1, engine_options={"delay_ms": "60000"}, grace_s=60.0)
     await put(mesh, [task(0)])

@@ -13,7 +13,7 @@ from headrace.mesh.connection import Mesh
 from headrace.mesh.provision import provision, register_function
 from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
-from tests.worker.harness import put, results, running, task, until_empty, with_worker
+from tests.worker.harness import one_loop, put, results, running, task, until_empty, with_worker
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +33,10 @@ authorization {
 }
 """
 
+SLOW = {"delay_ms": "1500"}
 
+
+@one_loop
 async def test_a_worker_without_rights_to_manage_binds_to_what_is_there(tmp_path: Path) -> None:
     server = NatsServer(tmp_path / "nats", durability="relaxed", extra_config=AUTHORIZATION)
     server.start()

@@ -16,11 +16,11 @@ from headrace.contracts.names import Count, Index, Lane, Token
 
 
 class SubmitReply(Struct, frozen=True, kw_only=True):
-    """Receipt of `hr.api.submit`: `submitted` items are durably stored under `job`."""
+    """Receipt of `hr.api.submit`: `submitted` items are stored under `job`, the first as `index`, for `hr.api.result`."""
 
     job: str
     submitted: int
-    first_index: int = 0
+    index: int = 0
     resumed_from: int = 0
     trace_id: str | None = None
 

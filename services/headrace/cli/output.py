@@ -54,7 +54,9 @@ def print_table(
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    if title:
+        console().print(escape(title), style="bold")
+    table = Table(header_style="bold", show_edge=False, pad_edge=False)
     cells = [list(row) for row in rows]
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) or row[i] is None for row in cells)

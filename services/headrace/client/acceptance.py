@@ -26,7 +26,8 @@ class Acceptance:
         self.maker = maker
         self.tokeniser = tokeniser
         self._decoder = decoder
-        self._long_line = maker.room // _GROWTH - 2_048
+        # The job's own defaults are part of each task, and of no line.
+        self._long_line = (maker.room - maker.size(decoder.nothing)) // _GROWTH - 2_048
 
     @property
     def labels(self) -> Counter[str]:

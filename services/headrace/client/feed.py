@@ -18,6 +18,11 @@ BATCH_ITEMS: Final = MAX_BATCH - 1
 BATCH_BYTES: Final = 4 << 20
 """Lines of one batch, in bytes: it bounds what is held for batches in flight."""
 
+_ID_BYTES: Final = 11
+"""Bytes of a token id in JSON, with its comma, at most."""
+_REST_BYTES: Final = 8_192
+"""Where a task without its prompt is smaller, its exact size is not needed."""
+
 
 class Batch(NamedTuple):
     """Prepared tasks: `messages[i]` has index `first + i` and came from line `lines[i]`."""
@@ -64,7 +69,7 @@ class Feed:
         self._items = self._read(after_line)
 
     def next(self) -> Batch | None:
-        """The next batch; None at the end of the input."""
+        """The next batch; None at the end of the input. `Conflict` if the input was changed."""
         items: list[Item] = []
         lines: list[int] = []
         size = 0
@@ -76,6 +81,7 @@ class Feed:
                 break
         if not items:
             return None
+        self._source.check_unchanged()
         batch = Batch(self._index, self._messages(items), lines)
         self._index = batch.end
         return batch
@@ -105,12 +111,9 @@ class Feed:
             return [maker.message(item, first + i, now) for i, item in enumerate(items)]
         given: list[Prompt] = [item.prompt for item in items]
         tokeniser.tokenise(items)
-        messages: list[OutMessage] = []
-        for i, (item, prompt) in enumerate(zip(items, given, strict=True)):
-            message = maker.message(item, first + i, now)
-            if len(message.data) > maker.room:
-                # Token ids take more room than their text, which the first pass measured.
+        for item, prompt in zip(items, given, strict=True):
+            # Token ids can take more room than their text, which is what the first pass measured.
+            ids = item.prompt_tokens * _ID_BYTES + _REST_BYTES
+            if item.prompt is not prompt and ids > maker.room and maker.size(item) > maker.room:
                 item.prompt = prompt
-                message = maker.message(item, first + i, now)
-            messages.append(message)
-        return messages
+        return [maker.message(item, first + i, now) for i, item in enumerate(items)]

@@ -29,6 +29,8 @@ _BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 class LineDecoder:
     """Decodes the lines of one job; `labels` counts the accepted fields that have no effect.
 
+    `nothing` is an item with the job's defaults and no content.
+
     Lines of both forms may stand in one file. The form of the last line is tried first, so that each
     line of a uniform file is decoded once.
     """
@@ -39,7 +41,7 @@ class LineDecoder:
         self.labels: Counter[str] = Counter()
         self._table = ParamsTable(spec, defaults)
         self._vocab = spec.vocab_size
-        self._no_params = self._table.of(PlainLine(), None, None)
+        self.nothing = Item(Row(value=Raw(b"0")), self._table.of(PlainLine(), None, None))
         self._batch = False
         self.decode = self._row if form == "rows" else self._line
 
@@ -70,7 +72,7 @@ class LineDecoder:
             _decode_any(raw)
         except _BAD as e:
             raise from_msgspec(e, raw) from None
-        return Item(Row(value=Raw(raw.strip())), self._no_params)
+        return Item(Row(value=Raw(raw.strip())), self.nothing.params)
 
 
 def _looks_like_batch(raw: bytes) -> bool:

@@ -8,44 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from operator import attrgetter
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Struct
 
+from headrace.client.constraints import Constraints, constraint_of
 from headrace.client.conversation import check_tools, estimate_tokens, text_bytes
 from headrace.client.items import Item, Messages, Model, chat_item
 from headrace.client.openai_fields import CHAT_ONLY, COMPLETIONS_ONLY, HARMLESS, LABELS, REASONS, REFUSED
 from headrace.client.problems import shown, wrong
-from headrace.client.sampling import ParamsTable, Sampling, check_ids
+from headrace.client.sampling import Params, ParamsTable, check_ids
 from headrace.contracts.errors import InvalidInput
-from headrace.contracts.generation import StructuredOutput
 from headrace.contracts.messages import ChatPrompt, TextPrompt, TokenPrompt
 from headrace.contracts.names import CustomId
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETIONS_URL: Final = "/v1/completions"
 
-T = TypeVar("T")
 
-
-class JsonSchema(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`json_schema` of a response format. The schema is enforced whether or not `strict` is set."""
-
-    name: str = ""
-    description: str | None = None
-    schema: dict[str, Any]
-    strict: bool | None = None
-
-
-class ResponseFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class BodyFields(Sampling, kw_only=True, forbid_unknown_fields=True):
+class BodyFields(Constraints, kw_only=True, forbid_unknown_fields=True):
     """The fields of `body` that are honoured; the harmless and the refused ones are added from their tables."""
 
     model: Model | None = None
@@ -54,11 +36,6 @@ class BodyFields(Sampling, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -91,16 +68,6 @@ BatchLine: Final = cast(
 _EXTRA: Final = (*HARMLESS, *LABELS)
 _extra = attrgetter(*_EXTRA)
 _NO_EXTRA: Final = (None,) * len(_EXTRA)
-_FORMS: Final = (
-    "structured_outputs",
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
-_forms = attrgetter(*_FORMS)
-_NO_FORM: Final = (None,) * len(_FORMS)
 _chat_only = attrgetter(*CHAT_ONLY)
 _NO_CHAT: Final = (None,) * len(CHAT_ONLY)
 _completions_only = attrgetter(*COMPLETIONS_ONLY)
@@ -218,9 +185,9 @@ def _ids(prompt: list[Any], where: str) -> list[int]:
     return cast("list[int]", prompt)
 
 
-def _in_body(table: ParamsTable, body: BodyFields, limit: int | None, logprobs: int | None) -> Any:
+def _in_body(table: ParamsTable, body: BodyFields, limit: int | None, logprobs: int | None) -> Params:
     """The parameters, with the names of fields as they stand in this form of line."""
-    structured = body.structured_outputs if _forms(body) == _NO_FORM else _structured(body)
+    structured = constraint_of(body)
     try:
         return table.of(body, limit, logprobs, structured)
     except InvalidInput as e:
@@ -231,36 +198,6 @@ def _in_body(table: ParamsTable, body: BodyFields, limit: int | None, logprobs: 
             name = "top_logprobs"
         e.field = f"body.{name}" if name else "body"
         raise
-
-
-def _structured(body: BodyFields) -> StructuredOutput | None:
-    """The one constraint that the line asks for, in whichever of its spellings."""
-    given = [name for name, value in zip(_FORMS, _forms(body), strict=True) if value is not None]
-    form = body.response_format
-    if form is not None and form.type == "text":
-        given.remove("response_format")
-    if len(given) > 1:
-        raise wrong(f"body.{given[1]}", f"constrains the output a second time, after {given[0]}")
-    if not given:
-        return None
-    try:
-        if form is not None and given[0] == "response_format":
-            return _of_format(form)
-        if given[0] == "structured_outputs":
-            return body.structured_outputs
-        # The bounds of the contract hold for these names too.
-        value = {given[0].removeprefix("guided_"): getattr(body, given[0])}
-        return msgspec.convert(value, StructuredOutput)
-    except msgspec.ValidationError as e:
-        raise wrong(f"body.{given[0]}", str(e).split(" - at", 1)[0]) from None
-
-
-def _of_format(form: ResponseFormat) -> StructuredOutput:
-    if form.type == "json_object":
-        return StructuredOutput(json_object=True)
-    if form.json_schema is None:
-        raise wrong("body.response_format.json_schema", "missing field 'json_schema'")
-    return StructuredOutput(json=form.json_schema.schema)
 
 
 def _misplaced(body: BodyFields, names: tuple[str, ...], url: str) -> InvalidInput:

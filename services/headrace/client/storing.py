@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from headrace.client.feed import BATCH_ITEMS, Batch, Feed
+from headrace.client.feed import Batch, Feed
 from headrace.client.jobs import TAKEN, Stored, drop_old_manifests, manifest_message, undo_if_late, where_is
+from headrace.client.window import Window
 from headrace.contracts.errors import Conflict, HeadraceError, Refused, Unavailable
 from headrace.contracts.messages import Manifest
 from headrace.mesh.connection import Mesh, backoff_s
@@ -56,19 +56,14 @@ class Storer:
         prepare_in_thread: bool = False,
     ) -> None:
         self._mesh = mesh
-        self._feed = feed
+        self._window = Window(feed, in_thread=prepare_in_thread)
         self._job = job
         self._fingerprint = fingerprint
         self._total = total
         self._patience_s = patience_s
         self._progress = progress
-        self._in_thread = prepare_in_thread
         self._at = Stored()
-        self._ready: deque[Batch] = deque()  # prepared and not confirmed, in order
-        self._taken = 0  # of those, handed to the running burst
-        self._limit = BATCH_ITEMS
         self._commits = 0
-        self._making: asyncio.Future[Batch | None] | None = None
         self._unfenced = False
         self._reconnected = asyncio.Event()
 
@@ -85,8 +80,7 @@ class Storer:
             await self._until_sealed()
         finally:
             self._mesh.off_reconnect(self._reconnected.set)
-            if self._making is not None:  # the thread reads a file that is about to be closed
-                await asyncio.gather(self._making, return_exceptions=True)
+            await self._window.close()
         return self._at
 
     async def _until_sealed(self) -> None:
@@ -121,7 +115,7 @@ class Storer:
         full = isinstance(trouble, JetStreamError) and trouble.err_code in STREAM_IS_FULL
         if full:
             # A smaller batch may still fit.
-            self._limit = max(1, self._limit // 2)
+            self._window.shrink()
         self._progress(self._at.items, "the queue is full" if full else str(trouble))
         log.info(
             "waiting to store",
@@ -130,8 +124,8 @@ class Storer:
         loop = asyncio.get_running_loop()
         until = loop.time() + max(0.0, left)
         await asyncio.sleep(max(0.0, min(left, backoff_s(attempt, base=0.1))))
-        while not self._mesh.connected and not self._mesh.closed.is_set() and loop.time() < until:
-            await asyncio.sleep(0.02)
+        while not self._mesh.connected and not self._mesh.closed.is_set() and loop.time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # nats-py has no event for it
 
     def _resume(self, at: Stored) -> None:
         """Go on from what is stored, whoever stored it."""
@@ -147,11 +141,11 @@ class Storer:
     async def _burst_or_trouble(self) -> None:
         """Store batch after batch until the end, or raise the first trouble; a lost connection is one."""
         self._reconnected.clear()
-        self._taken = 0
+        self._window.rewind()
         burst = asyncio.ensure_future(self._burst())
         reconnect = asyncio.ensure_future(self._reconnected.wait())
         try:
-            done: set[asyncio.Future[Any]] = set()
+            done: Collection[Any] = ()
             while not done and self._mesh.connected:
                 done, _ = await asyncio.wait(
                     {burst, reconnect}, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
@@ -169,12 +163,16 @@ class Storer:
     async def _burst(self) -> None:
         commit: asyncio.Task[None] | None = None
         try:
-            while self._at.closed != "sealed" and (batch := await self._next()) is not None:
+            while (
+                self._at.closed != "sealed" and (batch := await self._window.take(self._at.items)) is not None
+            ):
                 # Staged while the commit of the batch before it is awaited.
                 atomic = AtomicBatch(self._mesh, self._mesh.topology.tasks)
                 await atomic.stage(batch.messages)
                 if commit is not None:
                     await commit
+                    if self._at.closed == "sealed":  # the job had ended before: see `undo_if_late`
+                        return
                 commit = asyncio.create_task(self._commit(atomic, batch))
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
@@ -187,42 +185,6 @@ class Storer:
             if commit is not None and not commit.done():
                 commit.cancel()
                 await asyncio.gather(commit, return_exceptions=True)
-
-    async def _next(self) -> Batch | None:
-        """The next batch to stage, without what is stored already, and no larger than now fits."""
-        while self._taken >= len(self._ready) or self._drop_stored():
-            if self._taken < len(self._ready):
-                continue
-            made = await self._make()
-            if made is None:
-                return None
-            self._ready.append(made)
-        batch = self._ready[self._taken]
-        if len(batch.messages) > self._limit:
-            self._ready[self._taken] = batch.until(self._limit)
-            self._ready.insert(self._taken + 1, batch.after(batch.first + self._limit))
-            batch = self._ready[self._taken]
-        self._taken += 1
-        return batch
-
-    async def _make(self) -> Batch | None:
-        """Prepare the next batch. A burst that is given up must not lose what its thread is preparing."""
-        if not self._in_thread:
-            return self._feed.next()
-        if self._making is None:
-            self._making = asyncio.ensure_future(asyncio.to_thread(self._feed.next))
-        made = await asyncio.shield(self._making)
-        self._making = None
-        return made
-
-    def _drop_stored(self) -> bool:
-        """Cut what is stored off the first batches; whether something was cut."""
-        if self._taken or not self._ready or self._ready[0].first >= self._at.items:
-            return False
-        first = self._ready.popleft()
-        if first.end > self._at.items:
-            self._ready.appendleft(first.after(self._at.items))
-        return True
 
     async def _commit(self, atomic: AtomicBatch, batch: Batch | None) -> None:
         items, line = (batch.end, batch.lines[-1]) if batch else (self._at.items, self._at.line)
@@ -241,9 +203,7 @@ class Storer:
         ack = await atomic.commit(message, expected_last_subject_seq=self._at.seq)
         self._at = Stored(items, line, ack.seq, closed)
         if batch is not None:
-            self._ready.popleft()
-            self._taken -= 1
-        self._limit = min(BATCH_ITEMS, self._limit * 2)
+            self._window.confirm()
         crash_point("submit-batch-stored")
         if self._unfenced:
             # Expecting no manifest is no fence against a job that has come and gone.

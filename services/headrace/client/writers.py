@@ -162,10 +162,12 @@ async def write_results(pages: AsyncIterator[list[Result]], form: ResultFormat, 
     count = 0
     with _opened(out) as file:
         writer = make_writer(form, file)
-        async for page in pages:
-            writer.write(page)
-            count += len(page)
-        writer.close()
+        try:
+            async for page in pages:
+                writer.write(page)
+                count += len(page)
+        finally:
+            writer.close()  # also after a failure: pyarrow would do it later, on a file that is gone
     return count
 
 

@@ -131,11 +131,18 @@ def insert_results(connection: Connection, results: Sequence[Result], now_us: in
 
 def apply_deltas(connection: Connection, deltas: list[Delta], now_us: int) -> None:
     """Add `deltas` to the counters of their jobs; a job that is not known yet (its `opened` comes later) is made."""
-    text = _encoder.encode(deltas).decode()
-    connection.execute(_MAKE_JOBS, [text, now_us])
-    for job, max_generation in connection.execute(_COUNT, [text]).fetchall():
+    known = _count(connection, deltas)
+    if new := [d for d in deltas if d.job not in known]:
+        connection.execute(_MAKE_JOBS, [_encoder.encode(new).decode(), now_us])
+        known |= _count(connection, new)
+    for job, max_generation in known.items():
         if max_generation > 1:
             connection.execute(_RECOUNT, [job])
+
+
+def _count(connection: Connection, deltas: list[Delta]) -> dict[str, int]:
+    """Move the counters of the jobs that are known; return those with their latest generation."""
+    return dict(connection.execute(_COUNT, [_encoder.encode(deltas).decode()]).fetchall())
 
 
 def encode_chunks(results: Sequence[Result]) -> Iterator[str]:

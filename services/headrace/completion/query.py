@@ -56,7 +56,7 @@ class Queries:
 
     def close(self) -> None:
         """Take no more queries and end those that run."""
-        self._store.interrupt_readers()
+        self._store.interrupt_queries()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     async def ask(self, request: QueryRequest, headers: Mapping[str, str]) -> QueryReply:
@@ -86,9 +86,7 @@ class Queries:
     async def _run(self, request: QueryRequest) -> QueryReply:
         running = _Running(min(request.max_rows, self._max_rows), self._max_bytes)
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(
-            self._threads, lambda: self._store.with_cursor(running.run, request.sql)
-        )
+        future = loop.run_in_executor(self._threads, lambda: self._store.query(running.run, request.sql))
         deadline, memory = loop.time() + self._timeout_s, _rss_bytes() + GROWTH_BYTES
         why: Refused | None = None
         try:

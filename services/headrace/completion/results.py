@@ -7,13 +7,14 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from headrace.completion.job_rows import state_of
 from headrace.completion.landing import Landing
 from headrace.completion.sources import SourceReader
 from headrace.completion.store import Connection, Store
 from headrace.contracts.api import ResultRequest, ResultsRequest
-from headrace.contracts.errors import NotFound
+from headrace.contracts.errors import NotFound, Refused
 from headrace.contracts.messages import Choice, ItemError, Result, Task, Timings, Usage
 
 _COLUMNS = """job, "index", generation, tenant, function, status, custom_id, choices, value, error_type, error_message,
@@ -124,13 +125,31 @@ def _read_page(
     cursor = connection.execute(_PAGE, values)
     while rows := cursor.fetchmany(100):
         for each in rows:
-            encoded = msgspec.json.encode(to_result(each))
+            encoded = _encoded(to_result(each), max_bytes)
             size += len(encoded) + 1
-            if found and size > max_bytes:
+            if size > max_bytes:
+                if not found:
+                    raise _too_large(request.job, each[1], len(encoded))
                 return found, int(each[1]) - 1
             found.append(encoded)
     follows = connection.execute(_NEXT, [request.job, last]).fetchone()
     return found, last if follows and follows[0] is not None else None
+
+
+def _encoded(result: Result, max_bytes: int) -> bytes:
+    """The outcome's JSON; without its task if it fits into no reply with it."""
+    encoded = msgspec.json.encode(result)
+    if len(encoded) >= max_bytes and result.task is not None:
+        encoded = msgspec.json.encode(replace(result, task=None))
+    return encoded
+
+
+def _too_large(job: str, index: int, size: int) -> Refused:
+    msg = (
+        f"the outcome of {job}/{index} has {size} bytes, more than a reply carries: "
+        f"go on after {index}, and read this one by SQL in parts"
+    )
+    return Refused(msg, code="too_large")
 
 
 def to_result(row: tuple[Any, ...]) -> Result:

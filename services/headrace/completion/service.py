@@ -49,9 +49,13 @@ def database_path(settings: Settings) -> Path:
 class CompletionService(Service):
     """Lands results, keeps the states of jobs, answers who asks.
 
-    A stop goes in this order: no more requests are taken and those in hand answered; no more is pulled; what is
-    in hand is landed and acked; cancellations that are under way are left where they are (the next start takes them
-    up); DuckDB is closed with a checkpoint; the connection is closed.
+    A stop goes in this order:
+
+    1. no more is pulled; what is in hand is landed and acked (requests are still answered meanwhile)
+    2. no more requests are taken, those in hand are answered
+    3. cancellations that are under way are left where they are: the next start takes them up
+    4. queries are interrupted, DuckDB is closed with a checkpoint
+    5. the connection is closed
     """
 
     name = "completion"
@@ -98,13 +102,13 @@ class CompletionService(Service):
         await self.mesh.flush()
 
     async def on_drain(self) -> None:
-        """Answer, land and ack what is in hand."""
-        if self._server is not None:
-            await self._server.stop()
+        """Land and ack what is in hand, then answer what is asked already."""
         for part in self._parts:
             await part.stop()
         if self._loops:
             await asyncio.wait(self._loops, timeout=self.settings.grace_s)
+        if self._server is not None:
+            await self._server.stop()
 
     async def on_stop(self) -> None:
         """Close the file."""

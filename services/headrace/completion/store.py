@@ -45,7 +45,8 @@ class Store:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="duckdb-writer")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="duckdb-reader")
         self._connection: Connection | None = None
-        self._cursors: set[Connection] = set()
+        self._reads: set[Connection] = set()
+        self._queries: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -87,11 +88,11 @@ class Store:
         }
 
     async def close(self) -> None:
-        """Interrupt readers, write a checkpoint, close. Safe to call twice."""
+        """Interrupt queries, write a checkpoint, close. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        self.interrupt_readers()
+        self.interrupt_queries()
         await asyncio.get_running_loop().run_in_executor(None, self._readers.shutdown)
         await self._in(self._writer, self._close)
         self._writer.shutdown(wait=False)
@@ -110,11 +111,12 @@ class Store:
     def _reopen(self) -> None:
         """Open the file anew after an error that left the instance unusable (on the writer's thread)."""
         log.warning("reopening the database", extra={"path": str(self.path)})
-        self.interrupt_readers()
         with self._lock:
-            for cursor in self._cursors:
+            for cursor in (*self._reads, *self._queries):
+                cursor.interrupt()
                 cursor.close()
-            self._cursors.clear()
+            self._reads.clear()
+            self._queries.clear()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -146,8 +148,8 @@ class Store:
         except BaseException as e:
             self._roll_back(connection, e)
             if isinstance(e, duckdb.OutOfMemoryException):
-                # Landing goes before reading: what queries hold is given back, and the caller tries again.
-                self.interrupt_readers()
+                # Landing goes before queries: what they hold is given back, and the caller tries again.
+                self.interrupt_queries()
             if _is_datas_fault(e):
                 msg = f"the data plane cannot take this: {_short(e)}"
                 raise InvalidInput(msg) from e
@@ -172,31 +174,42 @@ class Store:
     async def read(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run `work(cursor, ...)` on a reader's thread, on a snapshot that no writer waits for."""
-        return await self._in(self._readers, lambda: self.with_cursor(work, *args, **kwargs))
+        """Run `work(cursor, ...)` on a reader's thread, on a snapshot that no writer waits for.
 
-    def with_cursor(
-        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Run `work(cursor, ...)` in this thread, read-only; raise `Unavailable` if the file is closed."""
+        Raise `Unavailable` if DuckDB could not read (the file is being reopened, say).
+        """
+        try:
+            return await self._in(self._readers, lambda: self._on_cursor(self._reads, work, *args, **kwargs))
+        except duckdb.Error as e:
+            msg = f"the data plane could not be read, try again: {_short(e)}"
+            raise Unavailable(msg, code="data_plane") from e
+
+    def query(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `work(cursor, ...)` in this thread, read-only; landing interrupts it when it needs the memory.
+
+        Raise `Unavailable` if the file is closed; DuckDB's own errors pass through.
+        """
+        return self._on_cursor(self._queries, work, *args, **kwargs)
+
+    def _on_cursor(self, cursors: set[Connection], work: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         with self._lock:
-            if self._connection is None:
+            if self._connection is None or self._closed:
                 msg = "the data plane is closed at the moment: try again"
                 raise Unavailable(msg, code="data_plane")
             cursor = self._connection.cursor()
-            self._cursors.add(cursor)
+            cursors.add(cursor)
         try:
             cursor.execute("BEGIN TRANSACTION READ ONLY")
             return work(cursor, *args, **kwargs)
         finally:
             with self._lock:
-                self._cursors.discard(cursor)
+                cursors.discard(cursor)
             cursor.close()
 
-    def interrupt_readers(self) -> None:
-        """Make every read that is under way end with `duckdb.InterruptException`."""
+    def interrupt_queries(self) -> None:
+        """Make every query that is under way end with `duckdb.InterruptException`."""
         with self._lock:
-            for cursor in self._cursors:
+            for cursor in self._queries:
                 cursor.interrupt()
 
     @staticmethod

@@ -15,9 +15,10 @@ from headrace.client.lines import Block
 from headrace.client.problems import InvalidLines, LineError
 from headrace.client.submit import Progress, SubmitOptions
 from headrace.client.submit import Submission as Run
+from headrace.contracts.api import SubmitReply
 from headrace.contracts.codec import TRACEPARENT
 from headrace.contracts.errors import HeadraceError, InvalidInput, Refused, Unavailable
-from headrace.gateway.requests import Receipt, Submission
+from headrace.gateway.requests import Submission
 from headrace.mesh.connection import Mesh
 from headrace.mesh.provision import get_function
 
@@ -63,7 +64,7 @@ class MemoryInput(Input):
         """There is nothing to remove."""
 
 
-async def store(mesh: Mesh, request: Submission, headers: Mapping[str, str]) -> Receipt:
+async def store(mesh: Mesh, request: Submission, headers: Mapping[str, str]) -> SubmitReply:
     """Store the items of `request` and return the receipt.
 
     Raise `InvalidInput` naming the item and field (nothing is stored then), `NotFound` for an unknown function,
@@ -92,7 +93,7 @@ async def store(mesh: Mesh, request: Submission, headers: Mapping[str, str]) -> 
         raise _wrong_items(e.errors, e.total, single=request.single) from None
     except TimeoutError:
         raise _not_in_time(request, last[-1] if last else None) from None
-    return Receipt(
+    return SubmitReply(
         job=receipt.job,
         submitted=receipt.submitted,
         resumed_from=receipt.resumed_from,

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from headrace.client.jobs import new_job_name
-from headrace.contracts.api import SubmitReply
 from headrace.contracts.errors import InvalidInput
 from headrace.contracts.names import Lane, Token, check_token
 
@@ -42,12 +41,6 @@ class Submission(Struct, frozen=True, kw_only=True):
     lines: list[bytes]
     rows: bool
     single: bool
-
-
-class Receipt(SubmitReply, frozen=True, kw_only=True):
-    """The reply: `index` is that of the first item, as `hr.api.result` wants it."""
-
-    index: int = 0
 
 
 def read_request(data: bytes, tenant: str) -> Submission:

@@ -7,8 +7,9 @@ from typing import Final
 
 from msgspec import Raw
 
+from headrace.contracts.api import SubmitReply
 from headrace.gateway.intake import store
-from headrace.gateway.requests import Receipt, read_request
+from headrace.gateway.requests import read_request
 from headrace.mesh.microservice import ApiServer
 from headrace.mesh.service import Service
 from headrace.mesh.settings import Settings
@@ -50,6 +51,6 @@ class GatewayService(Service):
         if self._api is not None:
             await self._api.stop()
 
-    async def _submit(self, body: Raw, headers: Mapping[str, str]) -> Receipt:
+    async def _submit(self, body: Raw, headers: Mapping[str, str]) -> SubmitReply:
         request = read_request(bytes(body), self.settings.tenant)
         return await store(self.mesh, request, headers)

@@ -90,10 +90,9 @@ class Feeder:
             self._loop.call_soon(self._plan)
 
     def expect(self, state: LaneState) -> None:
-        """A delivery of this consumer went back: it has a backlog, though the broker counts that as
-        delivered.
-        """
+        """A delivery of this consumer went back: work waits, though the broker counts it as delivered."""
         state.pending = max(state.pending, 1 + state.outstanding)
+        self.wake()
 
     def _received(self, source: _Source, delivery: Delivery) -> None:
         source.heard = True

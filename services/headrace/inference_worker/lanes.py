@@ -111,8 +111,7 @@ class _Fit:
         self._wanting = wanting
         self._out = out
         self._weights = _weights(lanes, wanting)
-        # How far the stride may run ahead of an item that does not fit: one filling of the engine, shared by
-        # all.
+        # How far the stride may run ahead of an item that does not fit: one filling of the engine.
         largest = max(lanes[i].bound for i in wanting)
         filling = ledger.token_limit if ledger.counts_tokens else ledger.slot_limit * largest
         self._patience = filling / sum(self._weights.values())
@@ -145,8 +144,7 @@ class _Fit:
             passes[i] = at + n * bound / weights[i]
             if not left[i]:
                 ready.discard(i)
-        # The clock is the place of the last in line: one that had to wait keeps it, and comes first next
-        # time.
+        # The clock is the place of the last in line: one that had to wait keeps it, and comes first next.
         out.passes = passes
         out.clock = max(out.clock, min(passes.values()))
         out.asks.extend((i, n) for i, n in asks.items() if n)

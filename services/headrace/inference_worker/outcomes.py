@@ -33,7 +33,7 @@ class Outcomes:
         self._limit = mesh.max_payload - HEADROOM
         self._worker = worker
         self._engine = info.engine
-        self._model = info.model
+        self._model = info.model[:512]
         self._schema = header_block({SCHEMA_HEADER: codec.RESULT.name})
         self._cache: dict[tuple[str, str, str], str] = {}
 
@@ -74,9 +74,12 @@ class Outcomes:
     def dead(self, item: Item, tries: int, last_error: str) -> Done:
         """Tries are exhausted."""
         message = f"given up after {tries} {'try' if tries == 1 else 'tries'}; the last error: {last_error}"
-        return self._not_ok(item, "dead", ItemError(type="tries_exhausted", message=message[:2048]))
+        return self._not_ok(item, "dead", ItemError(type="tries_exhausted", message=message))
 
     def _not_ok(self, item: Item, status: NotOk, error: ItemError) -> Done:
+        # The bounds of the contract: a result that its reader cannot decode would be no outcome at all.
+        field = error.field and error.field[:256]
+        error = ItemError(type=error.type, message=error.message[:2048], field=field)
         data = self._encode(item, status, error, item.task)
         if len(data) > self._limit:
             # A task close to the limit does not fit into its own result; the outcome matters more.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from typing import Final, Literal
 
 from headrace.contracts import codec
+from headrace.contracts.errors import HeadraceError
 from headrace.contracts.messages import WorkerReport
 from headrace.inference_worker.engine_host import EngineHost
 from headrace.inference_worker.intake import now_us
@@ -14,6 +16,8 @@ from headrace.inference_worker.ledger import TokenLedger
 from headrace.inference_worker.runner import Runner
 from headrace.mesh.connection import Mesh
 from headrace.mesh.wire import OutMessage
+
+log = logging.getLogger("headrace.worker")
 
 REPORT_S: Final = 1.0
 LARGEST: Final = 64
@@ -43,8 +47,12 @@ class Reporter:
 
     async def send(self) -> None:
         """One report, now. Without an ack: the next one comes in a second, and old ones expire."""
-        if self._mesh.connected:
+        if not self._mesh.connected:
+            return
+        try:
             await self._mesh.publish(OutMessage(self._subject, codec.WORKER_REPORT.encode(self.report())))
+        except HeadraceError as e:
+            log.debug("report is not sent", extra={"reason": str(e)[:200]})
 
     def report(self) -> WorkerReport:
         """The figures of this moment; of the jobs the 64 with most items."""

@@ -111,6 +111,7 @@ class Runner:
     def _start_held(self, item: Item) -> None:
         if self._too_late(item):
             self._ledger.release(item.cost)
+            self._loop.call_soon(self.place_free)  # for those that were looked at before the place got free
         else:
             self._start(item)
 

@@ -20,13 +20,8 @@ from headrace.inference_worker.engines.checks import (
     flat_messages,
     unsupported,
 )
-from headrace.inference_worker.engines.llamacpp_request import (
-    Answer,
-    build_request,
-    check_parameters,
-    decode_chunk,
-    json_schema,
-)
+from headrace.inference_worker.engines.llamacpp_answer import Answer, decode_chunk
+from headrace.inference_worker.engines.llamacpp_request import build_request, check_parameters, json_schema
 from headrace.inference_worker.engines.llamacpp_server import LlamaServer, LlamaSettings, restore_signals
 from headrace.inference_worker.engines.options import EngineOptions, Extras
 from headrace.inference_worker.engines.protocol import EngineDied, EngineInfo, ItemFailed, Output, Work
