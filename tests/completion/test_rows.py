@@ -225,11 +225,11 @@ async def test_cancelling_keeps_outcomes_and_fills_the_rest(store: Store) -> Non
     assert cancelling == [("j", "enough")]
     # Even if the rest lands now and the job is sealed, it is a cancelled job.
     assert await store.write(apply, [sealed(25)]) == ([], [])
-    ended = await store.write(job_rows.fill_cancelled, "j")
+    _, ended = await store.write(job_rows.fill_cancelled, "j", 0)
     assert ended == JobCompleted(
         job="j", state="cancelled", count=25, ok=2, failed=1, cancelled=22, at_us=ended.at_us
     )
-    assert await store.write(job_rows.fill_cancelled, "j") is None
+    assert await store.write(job_rows.fill_cancelled, "j", 0) == (-1, None)
     await store.write(land, [result("j", 5)])
     job = await counters(store)
     assert (job["ok"], job["failed"], job["cancelled"], job["duplicates"], job["state"]) == (

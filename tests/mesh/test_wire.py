@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 
 from headrace.contracts.errors import InvalidInput
 from headrace.mesh.connection import Mesh
-from headrace.mesh.wire import OutMessage, frame, header_block
+from headrace.mesh.wire import Connection, OutMessage, frame, header_block
 
 
 class Tap:
@@ -37,3 +38,19 @@ async def test_frames_equal_those_of_the_library(mesh: Mesh, headers: dict[str, 
 def test_control_characters_are_refused(bad: dict[str, str]) -> None:
     with pytest.raises(InvalidInput):
         header_block(bad)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"a": "b"},
+        {"Headrace-Schema": "task/1", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"},
+        {"k": "x" * 300},
+    ],
+)
+async def test_headers_are_read_as_the_library_reads_them(mesh: Mesh, headers: dict[str, str]) -> None:
+    block = b"NATS/1.0\r\n" + header_block(headers) + b"\r\n"
+    assert await Connection()._process_headers(block) == await Client()._process_headers(block) == headers
+    status = b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 1\r\nNats-Pending-Bytes: 0\r\n\r\n"
+    assert await Connection()._process_headers(status) == await Client()._process_headers(status)

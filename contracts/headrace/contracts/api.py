@@ -16,7 +16,7 @@ from headrace.contracts.names import Count, Index, Lane, Token
 
 
 class SubmitReply(Struct, frozen=True, kw_only=True):
-    """Receipt of `hr.api.submit`: `submitted` items are stored under `job`, the first as `index`, for `hr.api.result`."""
+    """Receipt of `hr.api.submit`: `submitted` items are stored under `job`, the first as `index`."""
 
     job: str
     submitted: int

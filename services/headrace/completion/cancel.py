@@ -104,7 +104,10 @@ class Canceller:
         )
         crash_point("cancel-purged")
         await self._last_results(job)
-        ending = await write_patiently(self._store, "cancellation", job_rows.fill_cancelled, job)
+        at, ending = 0, None
+        while at >= 0:
+            at, ending = await write_patiently(self._store, "cancellation", job_rows.fill_cancelled, job, at)
+            crash_point("cancel-filling")
         crash_point("cancel-committed")
         if ending is not None:
             log.info("job is cancelled", extra={"job": job, "purged": purged, "cancelled": ending.cancelled})

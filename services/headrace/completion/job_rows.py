@@ -18,6 +18,9 @@ from headrace.contracts.messages import JobCancelled, JobCompleted, JobOpened, J
 ENDED: Final = ("completed", "completed_with_errors", "cancelled")
 """States that a job does not leave."""
 
+FILL_ROWS: Final = 50_000
+"""Rows of one transaction when a job of millions is cancelled: what is not committed yet is held in memory."""
+
 _OPENED = """
 INSERT INTO jobs (job, tenant, function, model, lane, source, input_fingerprint, opened_at, trace_id)
 VALUES ($job, $tenant, $function, $model, $lane, $source, $fingerprint, make_timestamp($at::BIGINT), $trace_id)
@@ -62,8 +65,10 @@ INSERT INTO outcomes (job, "index", generation, tenant, function, status, attemp
     cached_tokens, landed_at, chat, model, error_type, error_message)
 SELECT $job, i, 1, j.tenant, j.function, 'cancelled', 0, 0, 0, 0, make_timestamp($at::BIGINT), false, j.model,
     'cancelled', nullif(j.cancel_reason, '')
-FROM range(0, $count::BIGINT) AS r(i), (SELECT * FROM jobs WHERE job = $job) AS j
-WHERE NOT EXISTS (SELECT 1 FROM outcomes AS o WHERE o.job = $job AND o."index" = r.i)"""
+FROM range($first::BIGINT, $end::BIGINT) AS r(i), (SELECT * FROM jobs WHERE job = $job) AS j
+WHERE NOT EXISTS (
+    SELECT 1 FROM outcomes AS o
+    WHERE o.job = $job AND o."index" = r.i AND o."index" >= $first::BIGINT AND o."index" < $end::BIGINT)"""
 
 _CANCELLED = """
 UPDATE jobs SET state = 'cancelled', ended_at = make_timestamp($at::BIGINT) WHERE job = $job"""
@@ -129,30 +134,28 @@ def _has_all(connection: Connection, job: str, count: int) -> bool:
     return row is not None and row[0] == count
 
 
-def fill_cancelled(connection: Connection, job: str) -> JobCompleted | None:
-    """Give every index without an outcome a `cancelled` one, and end the job; None if it was not being cancelled."""
-    row = connection.execute(
+def fill_cancelled(connection: Connection, job: str, first: int) -> tuple[int, JobCompleted | None]:
+    """Give the indices without an outcome from `first` on a `cancelled` one, as many as one transaction should hold.
+
+    Return where to go on, and at the end the job's last event. A job that is not being cancelled is left alone.
+    """
+    found = connection.execute(
         "SELECT count, tenant, function FROM jobs WHERE job = ? AND state = 'cancelling'", [job]
-    )
-    found = row.fetchone()
+    ).fetchone()
     if found is None or found[0] is None:
-        return None
+        return -1, None
     count, tenant, function = found
-    now = now_us()
-    inserted = connection.execute(_FILL, {"job": job, "count": count, "at": now}).fetchone()
+    now, end = now_us(), min(count, first + FILL_ROWS)
+    inserted = connection.execute(_FILL, {"job": job, "first": first, "end": end, "at": now}).fetchone()
     added = int(inserted[0]) if inserted else 0
     delta = Delta(
-        job=job,
-        tenant=tenant,
-        function=function,
-        model=None,
-        landed=added,
-        cancelled=added,
-        max_index=count - 1,
+        job=job, tenant=tenant, function=function, model=None, landed=added, cancelled=added, max_index=end - 1
     )
     apply_deltas(connection, [delta], now)
+    if end < count:
+        return end, None
     connection.execute(_CANCELLED, {"job": job, "at": now})
-    return endings(connection, [job])[0]
+    return -1, endings(connection, [job])[0]
 
 
 def endings(connection: Connection, jobs: Sequence[str] | None = None) -> list[JobCompleted]:

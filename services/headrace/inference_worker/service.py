@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import secrets
@@ -41,10 +40,6 @@ UNSETTLED: Final = (1_000, 4_000)
 """Finished items on their way to the stream at which pulling stops: four for each slot, within these bounds.
 Two to eight group commits are enough to keep the broker busy; more is memory.
 """
-GC_THRESHOLD: Final = (20_000, 20, 50)
-"""Items are many small objects that reference counting frees. Python's own 700 walks the thousands that are
-in flight over and over: measured, a quarter of the worker's time for each item.
-"""
 
 
 class WorkerService(Service):
@@ -75,7 +70,6 @@ class WorkerService(Service):
 
     async def on_start(self) -> None:
         """Load the model, then take work."""
-        gc.set_threshold(*GC_THRESHOLD)
         settings, mesh = self.settings, self.mesh
         await self.host.start()
         info = self.host.info

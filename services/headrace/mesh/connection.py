@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.nuid import NUID
 
@@ -49,7 +48,7 @@ class Mesh:
         self.name = check_token("name", name)
         self.subjects = Subjects(settings.prefix)
         self.topology = Topology(self.subjects, ack_wait_s=settings.ack_wait_s, max_bytes=settings.max_bytes)
-        self.nc: Any = Client()
+        self.nc: Any = wire.Connection()
         self.closed = asyncio.Event()
         self._reconnected: list[Callable[[], None]] = []
         self._inbox = f"_INBOX.{self.name}.{NUID().next().decode()}"

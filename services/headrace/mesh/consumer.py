@@ -9,10 +9,12 @@ Silence of two heartbeats, or a reconnect, forgets every pull and starts a new i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import nats.errors
 from nats.aio.msg import Msg
 
 from headrace.contracts.topology import ConsumerSpec
@@ -24,6 +26,7 @@ log = logging.getLogger("headrace.mesh.consumer")
 
 PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
+STOP_WITHIN_S = 2.0
 _SHORT_ACK_TOKENS = 9
 _SHUT = (
     "leadership change",
@@ -110,14 +113,18 @@ class PullConsumer:
         self._arm()
 
     async def stop(self) -> None:
-        """End all pulls. What was delivered already stays leased to the caller."""
+        """End all pulls. What the broker had sent already is still delivered; then nothing comes any more."""
         self._stopped = True
         self._mesh.off_reconnect(self._reset_soon)
         if self._timer:
             self._timer.cancel()
         if self._resetting:
             self._resetting.cancel()
-        await self._drop_inbox()
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._mesh.connected:
+            with contextlib.suppress(nats.errors.Error, TimeoutError):  # gone meanwhile: so are the pulls
+                async with asyncio.timeout(STOP_WITHIN_S):
+                    await subscription.drain()
         self.outstanding = 0
 
     def ask(self, n: int) -> None:
@@ -242,8 +249,8 @@ class BatchConsumer:
 
     async def stop(self) -> None:
         """Pull no more; what was delivered is still given out, then the iteration ends."""
-        self._stopped = True
         await self._consumer.stop()
+        self._stopped = True
         self._arrived.set()
 
     def release(self, n: int) -> None:

@@ -8,12 +8,44 @@ written for, and `tests/mesh/test_wire.py` compares the frames with what `publis
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+from nats.aio.client import Client
 
 from headrace.contracts.errors import InvalidInput, Refused, Unavailable
 
 _LINE = b"NATS/1.0\r\n"
+_CACHED_BLOCK = 128
+"""Header blocks up to this many bytes are remembered: most messages of a stream carry the same one."""
+
+
+class Connection(Client):
+    """nats-py's client with a quick way through the headers of plain messages.
+
+    Its own parser takes a sixth of a worker's time. Status lines and anything unusual still go to it.
+    """
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        if not headers:
+            return None
+        if not headers.startswith(_LINE):
+            return await super()._process_headers(headers)
+        block = bytes(headers)
+        return _known_headers(block) if len(block) <= _CACHED_BLOCK else _headers(block)
+
+
+def _headers(block: bytes) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in block.decode("utf-8", "surrogateescape").split("\r\n")[1:]:
+        key, colon, value = line.partition(":")
+        if colon:
+            found[key] = value.strip()
+    return found
+
+
+_known_headers = functools.lru_cache(maxsize=256)(_headers)
 
 
 class OutMessage(NamedTuple):
