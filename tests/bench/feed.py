@@ -129,8 +129,8 @@ def _rows(engine: str, found: dict[str, Any]) -> list[Row]:
     )
     fed = Row(part=part, what="fed by the queue", unit="tokens/s", values=[_rate(q) for _, q in pairs])
     fed.raw = preloaded.value
-    coupled, fed_steps = found["coupled"][str(BATCH)], _mean_steps(found["fed"])
-    counts = f"{_mean_steps(found['preloaded']):.0f} preloaded, {fed_steps:.0f} fed"
+    coupled, fed_steps = found["coupled"][str(BATCH)], _mean(found["fed"], "steps")
+    counts = f"{_mean(found['preloaded'], 'steps'):.0f} preloaded, {fed_steps:.0f} fed"
     slow, clock = Goal(COUPLED_GOAL, most=True), "its own clock" if engine == "sim" else "wall clock"
     return [
         preloaded,
@@ -140,6 +140,7 @@ def _rows(engine: str, found: dict[str, Any]) -> list[Row]:
             what="F = fed ÷ preloaded, wall clock",
             values=[_rate(q) / _rate(p) for p, q in pairs],
             goal=Goal(F_GOAL),
+            note=f"CPU {_mean(found['preloaded'], 'cpu_s'):.1f} s preloaded, {_mean(found['fed'], 'cpu_s'):.1f} s fed",
         ),
         Row(
             part=part,
@@ -166,7 +167,7 @@ def _rows(engine: str, found: dict[str, Any]) -> list[Row]:
 
 def _why(found: dict[str, Any]) -> str:
     """What batch reaches the goal for a coupled producer, and why."""
-    fed = _mean_steps(found["fed"])
+    fed = _mean(found["fed"], "steps")
     ratios = {int(batch): fed / span["steps"] for batch, span in found["coupled"].items()}
     shown = ", ".join(f"{batch}: {ratio:.2f}" for batch, ratio in sorted(ratios.items()))
     reaching = max((batch for batch, ratio in ratios.items() if ratio <= COUPLED_GOAL), default=0)
@@ -181,8 +182,8 @@ def _why(found: dict[str, Any]) -> str:
     )
 
 
-def _mean_steps(spans: list[dict[str, float]]) -> float:
-    return sum(span["steps"] for span in spans) / len(spans)
+def _mean(spans: list[dict[str, float]], what: str) -> float:
+    return sum(span[what] for span in spans) / len(spans)
 
 
 def _rate(span: dict[str, float]) -> float:

@@ -52,11 +52,12 @@ class Config(Struct, forbid_unknown_fields=True):
 
 
 class Span(Struct):
-    """One run: its tokens, how long they took, and in how many engine steps."""
+    """One run: its tokens, how long they took, in how many engine steps, and the CPU time of this process."""
 
     tokens: int
     seconds: float
     steps: int
+    cpu_s: float
 
 
 class Shared:
@@ -102,7 +103,7 @@ def works(engine: Engine, items: list[dict[str, Any]], run: str) -> list[Work]:
 async def in_batches(engine: Engine, items: list[dict[str, Any]], batch: int, *, virtual: bool) -> Span:
     """Hand over `batch` items, wait for all of them, hand over the next."""
     prepared = works(engine, items, f"b{batch}-{time.monotonic_ns()}")
-    before, started = engine.stats(), time.perf_counter()
+    before, started, cpu = engine.stats(), time.perf_counter(), time.process_time()
     tokens = 0
     for first in range(0, len(prepared), batch):
         outputs = await asyncio.gather(*(engine.run(work) for work in prepared[first : first + batch]))
@@ -110,14 +111,14 @@ async def in_batches(engine: Engine, items: list[dict[str, Any]], batch: int, *,
     seconds, after = time.perf_counter() - started, engine.stats()
     if virtual:
         seconds = after["virtual_s"] - before["virtual_s"]
-    return Span(tokens, seconds, after["steps"] - before["steps"])
+    return Span(tokens, seconds, after["steps"] - before["steps"], time.process_time() - cpu)
 
 
 async def by_queue(engine: Engine, config: Config, settings: Settings, job: str) -> Span:
     """Submit everything, then let a worker take it."""
     async with AsyncClient(settings=settings) as client:
         await client.submit(config.items, job=job)
-        before = engine.stats()["steps"]
+        before, cpu = engine.stats()["steps"], time.process_time()
         service = WorkerService(settings, lambda _: Shared(engine))
         await service.start()
         try:
@@ -128,7 +129,7 @@ async def by_queue(engine: Engine, config: Config, settings: Settings, job: str)
                     await asyncio.sleep(0.02)
         finally:
             await service.stop()
-        steps = engine.stats()["steps"] - before
+        steps, cpu = engine.stats()["steps"] - before, time.process_time() - cpu
         await client.wait(job, timeout_s=PATIENCE_S)
         reply = await client.query(
             "SELECT sum(completion_tokens)::BIGINT, epoch_us(min(started_at)), epoch_us(max(finished_at)), "
@@ -137,7 +138,7 @@ async def by_queue(engine: Engine, config: Config, settings: Settings, job: str)
         [[tokens, first_us, last_us, ok]] = reply.rows
         if ok != len(config.items):
             raise RuntimeError(f"{ok} of {len(config.items)} items of {job} are ok")
-        return Span(tokens, (last_us - first_us) / 1e6, steps)
+        return Span(tokens, (last_us - first_us) / 1e6, steps, cpu)
 
 
 async def measure(config: Config) -> dict[str, Any]:

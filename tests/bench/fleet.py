@@ -196,20 +196,25 @@ class Command:
         return output
 
 
-class Memory:
-    """Resident memory of some processes in MB: now, and the highest. Looked at five times a second.
+class Watch:
+    """Memory and CPU time of some processes, looked at five times a second while the block runs.
 
-    Where the kernel keeps a high-water mark of its own (Linux: VmHWM), that is what is read, so a short peak
-    between two looks still counts.
+    `peak` is resident memory in MB. Where the kernel keeps a high-water mark of its own (Linux: VmHWM), that is what is
+    read, so a short peak between two looks still counts. `cpu` is seconds since `add`; what a process does after
+    the last look at it is missing.
     """
 
     def __init__(self) -> None:
         self.peak: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self._before: dict[str, float] = {}
         self._watched: dict[str, psutil.Process] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def watch(self, name: str, pid: int) -> None:
-        self._watched[name] = psutil.Process(pid)
+    def add(self, name: str, pid: int, *, new: bool = False) -> None:
+        """Watch a process; of a `new` one, what it has used already counts."""
+        self._watched[name] = process = psutil.Process(pid)
+        self._before[name] = 0.0 if new else _cpu_s(process)
 
     def __enter__(self) -> Self:
         self._task = asyncio.get_running_loop().create_task(self._sample())
@@ -224,11 +229,17 @@ class Memory:
         for name, process in self._watched.items():
             with contextlib.suppress(psutil.Error, OSError):
                 self.peak[name] = max(self.peak.get(name, 0.0), _resident_mb(process))
+                self.cpu[name] = _cpu_s(process) - self._before[name]
 
     async def _sample(self) -> None:
         while True:
             self.look()
             await asyncio.sleep(SAMPLE_S)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def _resident_mb(process: psutil.Process) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 LINE_BYTES: Final = 600
 MAX_TOKENS: Final = 64
-RESULT_BYTES: Final = 850
+RESULT_BYTES: Final = 944
 """About what an echo result of such a line takes, for the bare loops."""
 
 FEED_CAP: Final = 128

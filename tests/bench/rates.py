@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.cli.supervisor.plan import SERVER as BROKER
 from headrace.client import AsyncClient
 from headrace.contracts import codec
 from headrace.contracts.topology import ConsumerSpec, StreamSpec
 from headrace.mesh.jsapi import call, consumer_info, get_message, purge, stream_info
 from headrace.mesh.provision import create_consumer
-from tests.bench.fleet import Command, Durability, Fleet, Memory, loops
+from tests.bench.fleet import Command, Durability, Fleet, Watch, loops
 from tests.bench.items import LINE_BYTES, RESULT_BYTES, write_lines
 from tests.bench.report import Goal, Row
 
@@ -26,7 +27,7 @@ GOALS: Final[dict[tuple[str, Durability], float]] = {
 MEMORY_MB: Final = 300.0
 POLL_S: Final = 0.02
 RAW_TASKS, RAW_RESULTS = "BENCH_TASKS", "BENCH_RESULTS"
-TASK_BYTES: Final = LINE_BYTES + 130
+TASK_BYTES: Final = LINE_BYTES + 180
 """A task is its line and what Headrace adds: job, index, function, times."""
 
 
@@ -227,38 +228,45 @@ class Rates:
         for name in services:
             await self._fleet.start(name)
         tenth = max(100, self._items // 10)
-        memory: list[Memory] = []
+        watches: list[Watch] = []
         seconds = 0.0
         for count in (tenth, self._items):
             self._say(f"{self._durability}: end to end, {count:,} items")
             lines = write_lines(folder / f"e2e-{count}.jsonl", count)
-            with Memory() as looked:
-                for name in services:
-                    looked.watch(name, self._fleet.pid(name))
-                seconds = await self._one_job(lines, count, looked)
-            memory.append(looked)
+            with Watch() as watch:
+                for name in (*services, BROKER):
+                    watch.add(name, self._fleet.pid(name))
+                seconds = await self._one_job(lines, count, watch)
+            watches.append(watch)
             lines.unlink()
         for name in services:
             await self._fleet.stop(name)
         row = self._part("e2e", f"{self._items:,} items: `headrace submit` … last row", raw="chain")
         row.values.append(self._items / seconds)
         self.rows.append(row)
+        used = {name: s / self._items * 1e6 for name, s in watches[-1].cpu.items()}
+        note = ", ".join(f"{name} {used[name]:.0f}" for name in ("submit", "worker-1", "completion", BROKER))
+        cpu = Row(
+            part=self._name("e2e"), what="CPU of all processes", unit="µs/item", values=[sum(used.values())]
+        )
+        cpu.note = note
+        self.rows.append(cpu)
         for name in ("submit", "worker-1", "completion"):
-            small, large = (m.peak[name] for m in memory)
-            note = f"peak; {number_mb(small)} after {tenth:,} items"
+            small, large = (w.peak[name] for w in watches)
+            note = f"peak; {small:.0f} MB after {tenth:,} items"
             goal = Goal(MEMORY_MB, most=True)
             part = self._name("e2e")
             self.rows.append(
                 Row(part=part, what=f"memory of {name}", unit="MB", values=[large], goal=goal, note=note)
             )
 
-    async def _one_job(self, lines: Path, count: int, memory: Memory) -> float:
+    async def _one_job(self, lines: Path, count: int, watch: Watch) -> float:
         job = self._job("e2e")
         started = time.time()
         command = await Command.start(
             "submit", str(lines), "--job", job, "--json", "--url", self._fleet.settings.url
         )
-        memory.watch("submit", command.pid)
+        watch.add("submit", command.pid, new=True)
         receipt = json.loads(await command.output())
         _expect("items submitted", receipt["submitted"], count)
         status = await self._check(job, count)
@@ -299,10 +307,6 @@ class Rates:
                 return
             self._say(f"{self._durability}: {what}, run {i + 1} of {self._repeats}")
             await once()
-
-
-def number_mb(value: float) -> str:
-    return f"{value:.0f} MB"
 
 
 async def raw_duckdb(folder: Path, *, count: int, repeats: int) -> Row:

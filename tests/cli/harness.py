@@ -125,9 +125,9 @@ class Up:
         """Note every process under this one, to see later that none is left."""
         self.tree += psutil.Process(self.process.pid).children(recursive=True)
 
-    def run(self, *arguments: str, timeout: float = 60, **environment: str):
+    def run(self, *arguments: str, timeout: float = 60, stdin: str | None = None, **environment: str):
         """One command against this mesh."""
-        return headrace(*arguments, "--dir", str(self.folder), timeout=timeout, **environment)
+        return headrace(*arguments, "--dir", str(self.folder), timeout=timeout, stdin=stdin, **environment)
 
     def json(self, *arguments: str, timeout: float = 60):
         """The decoded answer of a command that must succeed."""

@@ -71,6 +71,17 @@ async def test_lane_shape_defaults_and_tenant(ready: Mesh) -> None:
     )
 
 
+async def test_the_shape_counts_every_choice(ready: Mesh) -> None:
+    ids = [1] * 28
+    lines = [
+        {"prompt_token_ids": ids, "max_tokens": 100, "n": 1},
+        {"prompt_token_ids": ids, "max_tokens": 100, "n": 4},
+    ]
+    await submit(ready, lines, job="j")
+    info = await stream_info(ready, ready.topology.tasks, subjects_filter="hr.tasks.*.*.*.j")
+    assert sorted(s.split(".")[4] for s in info["state"]["subjects"]) == ["t7", "t9"]
+
+
 async def test_rows_for_a_function_that_is_no_model(ready: Mesh) -> None:
     await submit(ready, [{"a": 1}, {"b": [2]}], job="j", options=SubmitOptions(form="rows"))
     subjects = (await stream_info(ready, ready.topology.tasks, subjects_filter="hr.tasks.*.*.*.j"))["state"][

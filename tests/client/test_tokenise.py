@@ -18,6 +18,7 @@ from headrace.client.tokenise import Tokeniser, choose_tokeniser, tokenizer_fing
 from headrace.contracts.codec import TASK
 from headrace.contracts.errors import Conflict, InvalidInput
 from headrace.contracts.messages import ChatPrompt, FunctionSpec, TextPrompt, TokenPrompt
+from headrace.inference_worker.engines.vllm_text import fingerprint
 from tests.client.harness import SPEC, acceptance, batch_line, text_line, write
 
 CHATML = """{% for message in messages %}
@@ -141,6 +142,11 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
     assert "the worker tokenises" in str(note)
     with pytest.raises(Conflict, match="not that of function generate"):
         choose_tokeniser(other, "auto", folder)
+
+
+def test_the_fingerprint_is_that_of_the_engines(folder: Path) -> None:
+    assert tokenizer_fingerprint(folder) == fingerprint(str(folder))
+    assert tokenizer_fingerprint(folder / "tokenizer.json") == fingerprint(str(folder))
 
 
 def test_a_demanded_tokenizer_must_be_there(folder: Path, tmp_path: Path) -> None:

@@ -182,6 +182,17 @@ async def test_an_event_without_a_request(mesh: Mesh, settings: Settings) -> Non
         await assert_cancelled(job, count=8, ok=0)
 
 
+async def test_a_large_job_is_cancelled_in_parts(mesh: Mesh, settings: Settings, monkeypatch: Any) -> None:
+    monkeypatch.setattr("headrace.completion.job_rows.FILL_ROWS", 100)
+    async with serving(settings):
+        job = Producer(mesh, "j")
+        await job.whole(1_050)
+        await job.work(range(95, 105))
+        await until(job.results_empty)
+        await cancel(mesh)
+        await assert_cancelled(job, count=1_050, ok=10)
+
+
 async def test_tasks_are_gone_for_workers_at_once(mesh: Mesh, settings: Settings) -> None:
     await register(mesh)
     async with serving(settings):

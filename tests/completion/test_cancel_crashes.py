@@ -23,8 +23,8 @@ def anyio_backend() -> object:
 
 
 POINTS = (
-    "cancel-noted", "cancel-intake-closed", "cancel-announced", "cancel-purged", "cancel-committed", "job-announcing",
-    "job-announced",
+    "cancel-noted", "cancel-intake-closed", "cancel-announced", "cancel-purged", "cancel-filling", "cancel-committed",
+    "job-announcing", "job-announced",
 )  # fmt: skip
 
 

@@ -190,6 +190,23 @@ async def test_ended_but_unannounced_jobs_are_announced_at_the_start(mesh: Mesh,
         await assert_each_once(job, 5)
 
 
+async def test_results_of_half_a_megabyte_land_within_the_memory_limit(
+    mesh: Mesh, settings: Settings, tmp_path: Path
+) -> None:
+    job = Producer(mesh, "j")
+    await job.whole(300)
+    await jsapi.purge(mesh, mesh.topology.tasks, filter_=mesh.subjects.tasks_of_job("j"))
+    async with process(settings, tmp_path) as running:
+        for start in range(0, 300, 10):
+            await job.results(
+                result("j", i, choices=[Choice(text=os.urandom(250_000).hex())])
+                for i in range(start, start + 10)
+            )
+        await assert_each_once(job, 300)
+        assert "not written yet" not in running.log.read_text()
+        print("peak RSS in MB:", round(running.peak_rss_mb()))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_memory_is_flat_over_100_000_rows(mesh: Mesh, settings: Settings, tmp_path: Path) -> None:

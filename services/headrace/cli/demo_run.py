@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import Generator
@@ -25,6 +26,8 @@ from headrace.contracts.errors import InvalidInput
 from headrace.mesh.settings import Settings
 
 KEPT_FOLDER = Path(".headrace-demo")
+VLLM_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What vLLM fetches for the demo: the model of the llamacpp demo, in vLLM's own format."""
 
 
 class DemoOptions(Struct, frozen=True, kw_only=True):
@@ -41,12 +44,15 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return its exit code. Nothing that it started is left running, whatever happens."""
+    # A stop from outside unwinds like Ctrl-C: the mesh is drained and the temporary folder removed.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     known_engine(options.engine)
     prompts = find_prompts(options.prompts)
     with _folder(options) as folder:
         engine_choice(options.engine, folder)
         say(f"demo: a mesh in {folder}, engine {options.engine}, prompts {prompts}")
-        with DemoMesh(folder, engine=options.engine, model=options.model) as mesh:
+        model = options.model or (VLLM_MODEL if options.engine == "vllm" else None)
+        with DemoMesh(folder, engine=options.engine, model=model) as mesh:
             settings = find_settings(folder, mesh.url)
             report = run_async(_work(settings, prompts, options))
         if options.as_json:

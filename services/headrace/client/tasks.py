@@ -96,11 +96,14 @@ class TaskMaker:
         )
 
     def _shape(self, item: Item) -> int:
-        """The smallest k with prompt + new tokens ≤ 2^k, held to the model's limit; 0 for rows."""
+        """The smallest k with prompt + new tokens (of all n choices) ≤ 2^k, held to the model's limit; 0 for rows."""
         if isinstance(item.prompt, Row):
             return 0
         prompt, params = item.prompt_tokens, item.params
         cut = params.generation.truncate_prompt_tokens
         if cut is not None and cut < prompt:
             prompt = cut
-        return shape_of(min(prompt + params.new_tokens, self._limit))
+        total = min(prompt + params.new_tokens, self._limit)
+        if params.generation.n > 1:
+            total = min(total + (params.generation.n - 1) * params.new_tokens, 2**MAX_SHAPE)
+        return shape_of(total)

@@ -20,13 +20,22 @@ Where = Literal["auto", "client", "worker"]
 """Where prompts become tokens. `auto`: here, if the function's tokenizer is at hand."""
 
 _FILE: Final = "tokenizer.json"
+_FINGERPRINTED: Final = (_FILE, "tokenizer_config.json", "chat_template.jinja")
 MAX_IDS: Final = 2**20
 
 
 def tokenizer_fingerprint(path: Path) -> str:
-    """SHA-256 (hex) of a tokenizer's `tokenizer.json`: equal for equal vocabularies and rules."""
-    file = path / _FILE if path.is_dir() else path
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    """SHA-256 (hex) over the files of a tokenizer, its chat template included, with their names.
+
+    Equal to what an engine registers with its function, for the same model folder.
+    """
+    folder = path if path.is_dir() else path.parent
+    digest = hashlib.sha256()
+    for name in _FINGERPRINTED:
+        file = folder / name
+        if file.is_file():
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 class Tokeniser:

@@ -149,7 +149,13 @@ def fill_cancelled(connection: Connection, job: str, first: int) -> tuple[int, J
     inserted = connection.execute(_FILL, {"job": job, "first": first, "end": end, "at": now}).fetchone()
     added = int(inserted[0]) if inserted else 0
     delta = Delta(
-        job=job, tenant=tenant, function=function, model=None, landed=added, cancelled=added, max_index=end - 1
+        job=job,
+        tenant=tenant,
+        function=function,
+        model=None,
+        landed=added,
+        cancelled=added,
+        max_index=end - 1,
     )
     apply_deltas(connection, [delta], now)
     if end < count:

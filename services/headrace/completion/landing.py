@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from headrace.completion import job_rows
 from headrace.completion.announce import Announcer
@@ -26,6 +26,9 @@ from headrace.mesh.crash import crash_point
 from headrace.mesh.settle import Reject, Settler
 
 log = logging.getLogger("headrace.completion")
+
+TRANSACTION_BYTES = 16 << 20
+"""Results of one transaction at most: what is not committed yet counts several times in DuckDB's memory limit."""
 
 Pair = tuple[Delivery, Result]
 
@@ -55,12 +58,13 @@ class Landing:
         """Land for ever; after `stop`, land and ack what is in hand, then return."""
         await self._consumer.start()
         async for batch in self._consumer:
-            pairs = await self._readable(batch)
-            if pairs:
-                async with renewed(self._mesh, [d for d, _ in pairs]):
-                    pairs, endings = await self._land(pairs)
-            else:
-                endings = []
+            pairs: list[Pair] = []
+            endings: list[JobCompleted] = []
+            async with renewed(self._mesh, batch):
+                for part in sliced(await self._readable(batch)):
+                    committed, ended = await self._land(part)
+                    pairs += committed
+                    endings += ended
             if self._acking is not None:
                 await self._acking
             self._acking = asyncio.get_running_loop().create_task(self._settle(pairs, endings, len(batch)))
@@ -137,6 +141,18 @@ class Landing:
             log.warning("landed results are not acked", extra={"rows": len(pairs), "reason": str(e)[:300]})
         finally:
             self._consumer.release(given_out)
+
+
+def sliced(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """`pairs` in order, in lists of at most `TRANSACTION_BYTES` (or of one result that is larger)."""
+    start = size = 0
+    for at, (delivery, _) in enumerate(pairs):
+        size += len(delivery.data)
+        if size > TRANSACTION_BYTES and at > start:
+            yield pairs[start:at]
+            start, size = at, len(delivery.data)
+    if start < len(pairs):
+        yield pairs[start:]
 
 
 def land(connection: Connection, results: Sequence[Result]) -> list[JobCompleted]:

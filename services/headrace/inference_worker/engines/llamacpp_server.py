@@ -207,8 +207,17 @@ def restore_signals() -> None:
 
 
 def _native() -> Any:
-    # By name: its compiled module has no types that a checker could read.
-    return importlib.import_module("xllamacpp")
+    """xllamacpp, by name: its compiled module has no types that a checker could read."""
+    # Its threads meet at barriers hundreds of times a token, and by default spin there for a millisecond. On cores that
+    # others use too that turns 74 tokens/s into 5; waiting in the kernel costs little. Read when libgomp is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        return importlib.import_module("xllamacpp")
+    except ImportError as e:
+        raise Unavailable(
+            f"xllamacpp is installed but cannot be loaded: {e} (it needs libgomp: apt-get install libgomp1)",
+            code="engine",
+        ) from e
 
 
 def _check_file(path: Path) -> None:
