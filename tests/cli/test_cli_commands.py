@@ -14,9 +14,8 @@ import pytest
 from headrace.cli.main import app
 from tests.cli.harness import HEADRACE, Up, clean_environment, headrace, write_prompts
 
-STATUS_KEYS = (
-    "job state submitted ok failed dead cancelled queued landing running duplicates tokens_in tokens_out".split()
-)
+STATUS_KEYS = ["job", "state", "submitted", "ok", "failed", "dead", "cancelled", "queued", "landing", "running", "duplicates"]
+STATUS_KEYS += ["tokens_in", "tokens_out"]
 COMMANDS = [c.name for c in app.registered_commands]
 
 
@@ -81,7 +80,10 @@ def test_a_mesh_that_was_stopped_is_told_apart(tmp_path):
     (tmp_path / "mesh.json").write_text('{"url": "nats://127.0.0.1:9", "port": 9}')
     done = headrace("jobs", "--dir", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == f"error: the mesh in {tmp_path} is not running: start it with `headrace up --dir {tmp_path}`\n"
+    assert (
+        done.stderr
+        == f"error: the mesh in {tmp_path} is not running: start it with `headrace up --dir {tmp_path}`\n"
+    )
 
 
 def test_nobody_at_the_address_is_one_line():
@@ -105,7 +107,13 @@ def test_the_same_submit_again_says_so_and_another_input_is_refused(echo_mesh, t
 @pytest.fixture
 def bad_lines(tmp_path):
     path = tmp_path / "bad.jsonl"
-    lines = ['{"prompt": "one"}', '{"prompt": "two"}', '{"prompt": "thr', '{"prompt": "four"}', '{"max_tokens": 3}']
+    lines = [
+        '{"prompt": "one"}',
+        '{"prompt": "two"}',
+        '{"prompt": "thr',
+        '{"prompt": "four"}',
+        '{"max_tokens": 3}',
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -223,13 +231,17 @@ def test_results_in_three_formats_and_in_order(echo_mesh, ten, tmp_path):
     assert done.returncode == 0
     assert done.stdout == ""
     batch = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["response"]["body"]["choices"][0]["text"] for line in batch] == [f"say {i}" for i in range(10)]
+    assert [line["response"]["body"]["choices"][0]["text"] for line in batch] == [
+        f"say {i}" for i in range(10)
+    ]
     parquet = tmp_path / "out.parquet"
     assert echo_mesh.run("results", "ten", "--format", "parquet", "--out", str(parquet)).returncode == 0
     assert pq.read_table(parquet).column("output").to_pylist() == [f"say {i}" for i in range(10)]
 
 
-@pytest.mark.parametrize("flags", [("--format", "xml"), ("--format", "parquet"), ("--out", "/no/such/folder/x")])
+@pytest.mark.parametrize(
+    "flags", [("--format", "xml"), ("--format", "parquet"), ("--out", "/no/such/folder/x")]
+)
 def test_results_that_cannot_be_written_are_refused(echo_mesh, ten, flags):
     done = echo_mesh.run("results", "ten", *flags)
     assert done.returncode == 2
@@ -248,7 +260,13 @@ def test_sql_answers_in_objects_and_says_when_rows_were_cut(echo_mesh, ten):
 
 @pytest.mark.parametrize(
     "statement",
-    ["DELETE FROM outcomes", "ATTACH '/tmp/x.db'", "SELECT * FROM read_csv('/etc/passwd')", "SELECT nonsense FROM", " "],
+    [
+        "DELETE FROM outcomes",
+        "ATTACH '/tmp/x.db'",
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT nonsense FROM",
+        " ",
+    ],
 )
 def test_sql_that_writes_or_reads_files_is_refused(echo_mesh, statement):
     done = echo_mesh.run("sql", statement, "--json")
@@ -260,7 +278,9 @@ def test_sql_that_writes_or_reads_files_is_refused(echo_mesh, statement):
 def test_a_reader_that_leaves_early_is_no_error(echo_mesh):
     command = [*HEADRACE, "sql", "SELECT * FROM range(9000) t(i)", "--max-rows", "9000", "--json"]
     command += ["--dir", str(echo_mesh.folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()
+    )
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
@@ -272,7 +292,9 @@ def test_jobs_are_listed_newest_first(echo_mesh, ten):
     assert "ten" in [job["job"] for job in found]
     opened = [job["opened_us"] for job in found]
     assert opened == sorted(opened, reverse=True)
-    assert [j["state"] for j in echo_mesh.json("jobs", "--state", "completed", "--limit", "1")] == ["completed"]
+    assert [j["state"] for j in echo_mesh.json("jobs", "--state", "completed", "--limit", "1")] == [
+        "completed"
+    ]
     assert "ten" in echo_mesh.run("jobs").stdout
 
 
@@ -300,7 +322,15 @@ def test_doctor_of_a_sound_mesh_fails_nothing(echo_mesh):
     assert all(set(f) == {"check", "state", "found", "mend"} for f in found)
     states = {f["check"]: f["state"] for f in found}
     assert "fail" not in states.values()
-    for check in ("server version", "jetstream", "consumers", "clock", "completion", "gateway", "workers of generate"):
+    for check in (
+        "server version",
+        "jetstream",
+        "consumers",
+        "clock",
+        "completion",
+        "gateway",
+        "workers of generate",
+    ):
         assert states[check] == "ok", found
     assert states["durability"] == "warn"  # this mesh is relaxed
     assert "relaxed" in echo_mesh.run("doctor").stdout
@@ -319,7 +349,13 @@ def test_doctor_of_no_broker_fails(tmp_path):
 def slow_mesh(tmp_path_factory):
     """A mesh whose items take a second each, four at once."""
     up = Up(
-        tmp_path_factory.mktemp("slow") / "D", "--slots", "4", "--engine-option", "delay_ms=1000", "--grace", "5"
+        tmp_path_factory.mktemp("slow") / "D",
+        "--slots",
+        "4",
+        "--engine-option",
+        "delay_ms=1000",
+        "--grace",
+        "5",
     )
     yield up
     up.kill()
@@ -384,7 +420,7 @@ def test_ctrl_c_of_a_watch_is_quiet(slow_mesh, tmp_path):
 def test_a_submit_to_a_broker_that_is_gone_names_what_is_stored_and_how_to_go_on(tmp_path):
     up = Up(tmp_path / "D")
     try:
-        path = write_prompts(tmp_path / "p.jsonl", 60_000)
+        path = write_prompts(tmp_path / "p.jsonl", 30_000)
         command = [*HEADRACE, "submit", str(path), "--job", "cut", "--progress", "--patience", "1"]
         submit = subprocess.Popen(
             [*command, "--dir", str(up.folder)], stderr=subprocess.PIPE, text=True, env=clean_environment()
@@ -406,11 +442,37 @@ def test_a_submit_to_a_broker_that_is_gone_names_what_is_stored_and_how_to_go_on
         up.process.send_signal(signal.SIGCONT)
         up.err.wait_for("nats-server is back")
         again = up.json("submit", str(path), "--job", "cut")
-        assert again["submitted"] == 60_000
-        assert again["resumed_from"] > 0
-        assert up.json("watch", "cut", timeout=100)["ok"] == 60_000
+        known = int(
+            next(line for line in lines if "are known to be stored" in line).split()[0].replace(",", "")
+        )
+        assert again["submitted"] == 30_000
+        assert known <= again["resumed_from"] < 30_000
+        assert up.json("watch", "cut", timeout=100)["ok"] == 30_000
     finally:
         up.kill()
+
+
+def test_ctrl_c_of_a_submit_says_what_is_stored_and_how_to_go_on(echo_mesh, tmp_path):
+    path = write_prompts(tmp_path / "p.jsonl", 30_000)
+    command = [
+        *HEADRACE,
+        "submit",
+        str(path),
+        "--job",
+        "interrupted",
+        "--progress",
+        "--dir",
+        str(echo_mesh.folder),
+    ]
+    submit = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
+    assert submit.stderr.readline()
+    submit.send_signal(signal.SIGINT)
+    _, err = submit.communicate(timeout=60)
+    assert submit.returncode == 130
+    assert f"headrace submit {path} --job interrupted" in err
+    assert "Traceback" not in err
+    assert echo_mesh.json("submit", str(path), "--job", "interrupted")["submitted"] == 30_000
+    assert echo_mesh.json("watch", "interrupted", timeout=100)["ok"] == 30_000
 
 
 # --- demo -------------------------------------------------------------------------------------------
@@ -443,7 +505,12 @@ def test_the_demo_without_its_engine_names_the_extra(tmp_path):
         "import headrace.cli.main as m; sys.argv = ['headrace', 'demo']; m.main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=clean_environment(), check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+        check=False,
     )
     assert done.returncode == 2
     assert "pip install 'headrace[local]'" in done.stderr

@@ -245,6 +245,20 @@ def test_the_envelope(change: dict[str, Any], field: str) -> None:
     assert refused(batch_line() | change).field == field
 
 
+def test_the_url_comes_before_what_its_body_has_wrong() -> None:
+    line = batch_line() | {"url": "/v1/embeddings", "body": {"model": "m", "input": "a"}}
+    error = refused(line)
+    assert error.field == "url"
+    assert "'/v1/embeddings' is not served" in str(error)
+
+
+@pytest.mark.parametrize("cut", [20, 60, -1])
+def test_a_cut_line_is_called_no_json(cut: int) -> None:
+    with pytest.raises(InvalidInput, match="^not JSON") as caught:
+        LineDecoder(SPEC).decode(json.dumps(batch_line()).encode()[:cut])
+    assert not caught.value.field
+
+
 @pytest.mark.parametrize("missing", ["custom_id", "method", "url", "body"])
 def test_missing_parts_of_the_envelope(missing: str) -> None:
     line = batch_line()

@@ -45,7 +45,7 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return its exit code. Nothing that it started is left running, whatever happens."""
     # A stop from outside unwinds like Ctrl-C: the mesh is drained and the temporary folder removed.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _as_interrupt)
     known_engine(options.engine)
     prompts = find_prompts(options.prompts)
     with _folder(options) as folder:
@@ -78,6 +78,10 @@ async def _work(settings: Settings, prompts: Path, options: DemoOptions) -> Repo
     if code is Exit.OK and not audit.balanced:
         code = Exit.FAILED
     return Report(audit=audit, seconds=seconds, samples=samples, exit=code)
+
+
+def _as_interrupt(_number: int, _frame: object) -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def find_prompts(given: Path | None) -> Path:

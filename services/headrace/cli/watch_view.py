@@ -96,7 +96,8 @@ class WatchView:
         )
         done = terminal_items(status)
         head = Text(f"{status.job}  {status.state}  {done:,} of {status.submitted:,}")
-        bar = ProgressBar(total=max(1, status.submitted), completed=done, width=60)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(1, status.submitted), completed=done, width=60))
         straggler = straggler_text(status)
         return Group(head, bar, table, *([Text(straggler, style="dim")] if straggler else []))
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from headrace.client.items import Item, PlainLine, plain_item
-from headrace.client.openai_batch import BatchLine, batch_item, explain
+from headrace.client.openai_batch import BatchLine, batch_item, check_address, explain
 from headrace.client.problems import from_msgspec, shown, wrong
 from headrace.client.sampling import ParamsTable
 from headrace.contracts.errors import InvalidInput
@@ -55,9 +55,8 @@ class LineDecoder:
         try:
             item = self._batch_item(raw) if other else self._plain_item(raw)
         except _BAD as e:
-            batch = _looks_like_batch(raw)
-            error = from_msgspec(e if batch is other else first, raw)
-            raise explain(error) if batch else error from None
+            plain, batch = (e, first) if self._batch else (first, e)
+            raise _why(raw, plain, batch) from None
         self._batch = other
         return item
 
@@ -75,18 +74,22 @@ class LineDecoder:
         return Item(Row(value=Raw(raw.strip())), self.nothing.params)
 
 
-def _looks_like_batch(raw: bytes) -> bool:
-    """Whether somebody meant `raw` as an OpenAI Batch line. Only for lines that are wrong."""
+def _why(raw: bytes, plain: Exception, batch: Exception) -> InvalidInput:
+    """The error of a line that has neither form, as whoever wrote it sees it: is it JSON, whose form was meant, is it
+    for an endpoint that there is, and only then which field is wrong.
+    """
     try:
         value: Any = _decode_any(raw)
-    except _BAD:
-        return False
+    except _BAD as e:
+        return from_msgspec(e, raw)
     if not isinstance(value, dict):
         kind = "an array" if isinstance(value, list) else shown(value)
         hint = "; a file with one array is no JSONL" if isinstance(value, list) else ""
-        raise wrong("", f"a line must be a JSON object, got {kind}{hint}") from None
+        return wrong("", f"a line must be a JSON object, got {kind}{hint}")
     fields = cast("dict[str, Any]", value)
-    return any(name in fields for name in _BATCH_FIELDS)
+    if not any(name in fields for name in _BATCH_FIELDS):
+        return from_msgspec(plain, raw)
+    return check_address(fields.get("method"), fields.get("url")) or explain(from_msgspec(batch, raw))
 
 
 __all__ = ["Form", "InvalidInput", "LineDecoder"]

@@ -79,16 +79,23 @@ def batch_item(line: _LineFields, table: ParamsTable, vocab_size: int, labels: C
 
     `labels` counts the fields that were accepted without an effect.
     """
-    if line.method != "POST":
-        raise wrong("method", f"must be POST, got {shown(line.method)}")
+    if refused := check_address(line.method, line.url):
+        raise refused
     body = line.body
     if _extra(body) != _NO_EXTRA:
         _check_extra(body, labels)
     if line.url == CHAT_URL:
         return _chat(line, body, table)
-    if line.url == COMPLETIONS_URL:
-        return _completion(line, body, table, vocab_size)
-    raise wrong("url", f"{shown(line.url)} is not served: use {CHAT_URL} or {COMPLETIONS_URL}")
+    return _completion(line, body, table, vocab_size)
+
+
+def check_address(method: object, url: object) -> InvalidInput | None:
+    """The error of a line that is for no endpoint of ours. What is no text is left to the typed decode to name."""
+    if isinstance(method, str) and method != "POST":
+        return wrong("method", f"must be POST, got {shown(method)}")
+    if isinstance(url, str) and url not in (CHAT_URL, COMPLETIONS_URL):
+        return wrong("url", f"{shown(url)} is not served: use {CHAT_URL} or {COMPLETIONS_URL}")
+    return None
 
 
 def explain(error: InvalidInput) -> InvalidInput:

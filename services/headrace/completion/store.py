@@ -8,9 +8,9 @@ users apart, have theirs. The event loop never waits inside DuckDB.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +19,22 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import duckdb
 
-from headrace.completion.schema import migrate
+from headrace.completion.database import (
+    Connection,
+    Memory,
+    first_line,
+    is_broken,
+    is_datas_fault,
+    lacks_memory,
+    open_database,
+)
 from headrace.contracts.errors import Conflict, InvalidInput, Unavailable
 
 log = logging.getLogger("headrace.completion")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Connection = duckdb.DuckDBPyConnection
 READ_THREADS = 4
-
-# After these the instance refuses all further work until it is opened anew (a full disk in the middle of a commit).
-_BROKEN = ("invalidated", "fatal", "must be restarted")
 
 
 class Store:
@@ -41,7 +45,7 @@ class Store:
 
     def __init__(self, path: Path, *, memory_limit: str = "128MB") -> None:
         self.path = path
-        self._memory_limit = memory_limit
+        self._memory = Memory(memory_limit)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="duckdb-writer")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="duckdb-reader")
         self._connection: Connection | None = None
@@ -60,32 +64,7 @@ class Store:
         await self._in(self._writer, self._open)
 
     def _open(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = duckdb.connect(str(self.path), config=self._config())
-        except (duckdb.Error, OSError) as e:
-            raise _cannot_open(self.path, e) from None
-        try:
-            migrate(self._connection)
-        except BaseException:
-            self._connection.close()
-            self._connection = None
-            raise
-
-    def _config(self) -> dict[str, str | bool | int | float | list[str]]:
-        return {
-            "memory_limit": self._memory_limit,
-            # One thread a connection: a user's query must not take the cores that landing needs.
-            "threads": 1,
-            # Neither landing nor reading needs a file or an address outside of the database, so no query gets one;
-            # locked, since a setting could be changed by whoever may run a statement.
-            "enable_external_access": False,
-            "python_enable_replacements": False,
-            "autoload_known_extensions": False,
-            "autoinstall_known_extensions": False,
-            "allow_community_extensions": False,
-            "lock_configuration": True,
-        }
+        self._connection = open_database(self.path, self._memory)
 
     async def close(self) -> None:
         """Interrupt queries, write a checkpoint, close. Safe to call twice."""
@@ -104,7 +83,7 @@ class Store:
             self._connection.execute("CHECKPOINT")
         except duckdb.Error as e:
             # The write-ahead log holds everything that is committed: the next start replays it.
-            log.warning("no checkpoint at close", extra={"reason": _short(e)})
+            log.warning("no checkpoint at close", extra={"reason": first_line(e)})
         self._connection.close()
         self._connection = None
 
@@ -112,14 +91,14 @@ class Store:
         """Open the file anew after an error that left the instance unusable (on the writer's thread)."""
         log.warning("reopening the database", extra={"path": str(self.path)})
         with self._lock:
+            connection, self._connection = self._connection, None
             for cursor in (*self._reads, *self._queries):
                 cursor.interrupt()
                 cursor.close()
             self._reads.clear()
             self._queries.clear()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if connection is not None:
+            connection.close()
         self._open()
 
     # --- work --------------------------------------------------------------------------------------
@@ -146,26 +125,31 @@ class Store:
             connection.execute("COMMIT")
             return result
         except BaseException as e:
-            self._roll_back(connection, e)
-            if isinstance(e, duckdb.OutOfMemoryException):
-                # Landing goes before queries: what they hold is given back, and the caller tries again.
-                self.interrupt_queries()
-            if _is_datas_fault(e):
-                msg = f"the data plane cannot take this: {_short(e)}"
+            self._roll_back(connection)
+            self._recover(e)
+            if is_datas_fault(e):
+                msg = f"the data plane cannot take this: {first_line(e)}"
                 raise InvalidInput(msg) from e
             if isinstance(e, duckdb.Error):
-                msg = f"the data plane could not write: {_short(e)}"
+                msg = f"the data plane could not write: {first_line(e)}"
                 raise Unavailable(msg, code="data_plane") from e
             raise
 
-    def _roll_back(self, connection: Connection, error: BaseException) -> None:
-        broken = _is_broken(error)
-        try:
+    @staticmethod
+    def _roll_back(connection: Connection) -> None:
+        # "No transaction is active" is what a failed COMMIT leaves behind, and a broken instance refuses this too.
+        with contextlib.suppress(duckdb.Error):
             connection.execute("ROLLBACK")
-        except duckdb.Error as e:
-            # "no transaction is active" is what a failed COMMIT leaves behind, and is fine.
-            broken = broken or _is_broken(e)
-        if broken:
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the next try possible: give landing the memory that queries hold, or more; leave a broken instance."""
+        reopen = is_broken(error)
+        if lacks_memory(error):
+            if self._queries:
+                self.interrupt_queries()
+            else:
+                reopen = self._memory.double() or reopen
+        if reopen:
             try:
                 self._reopen()
             except (Conflict, Unavailable) as e:
@@ -181,7 +165,9 @@ class Store:
         try:
             return await self._in(self._readers, lambda: self._on_cursor(self._reads, work, *args, **kwargs))
         except duckdb.Error as e:
-            msg = f"the data plane could not be read, try again: {_short(e)}"
+            if lacks_memory(e):
+                await self._in(self._writer, lambda: self._recover(e))
+            msg = f"the data plane could not be read, try again: {first_line(e)}"
             raise Unavailable(msg, code="data_plane") from e
 
     def query(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -215,29 +201,3 @@ class Store:
     @staticmethod
     async def _in(executor: ThreadPoolExecutor, call: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(executor, call)
-
-
-def _is_datas_fault(error: BaseException) -> bool:
-    """Whether the statement's data, and not the disk or the memory, is to blame."""
-    return isinstance(error, duckdb.DataError | duckdb.InvalidInputException)
-
-
-def _is_broken(error: BaseException) -> bool:
-    return isinstance(error, duckdb.FatalException | duckdb.InternalException) or (
-        isinstance(error, duckdb.Error) and any(word in str(error).lower() for word in _BROKEN)
-    )
-
-
-def _cannot_open(path: Path, error: BaseException) -> Conflict | Unavailable:
-    text = str(error)
-    if "lock" in text.lower():
-        found = re.search(r"PID (\d+)", text)
-        holder = f"process {found[1]}" if found else "another process"
-        msg = f"{path} is already open in {holder}: one completion service owns a data plane; stop the other one first"
-        return Conflict(msg, code="already_running")
-    msg = f"cannot open the database {path}: {text.splitlines()[0][:300] if text else type(error).__name__}"
-    return Unavailable(msg, code="data_plane")
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

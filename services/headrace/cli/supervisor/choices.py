@@ -46,7 +46,9 @@ def model_choice(engine: str, asked: str | None, folder: Path) -> str | None:
             raise InvalidInput(f"model {model} does not exist", field="model")
         return str(Path(model).absolute()) if Path(model).exists() else model
     if engine == "vllm":
-        raise InvalidInput("engine vllm needs --model: a model folder, or a name that vLLM can fetch", field="model")
+        raise InvalidInput(
+            "engine vllm needs --model: a model folder, or a name that vLLM can fetch", field="model"
+        )
     return fetch_weights() if engine == "llamacpp" else None
 
 
