@@ -254,7 +254,7 @@ def test_the_url_comes_before_what_its_body_has_wrong() -> None:
 
 @pytest.mark.parametrize("cut", [20, 60, -1])
 def test_a_cut_line_is_called_no_json(cut: int) -> None:
-    with pytest.raises(InvalidInput, match="^not JSON") as caught:
+    with pytest.raises(InvalidInput, match=r"^not JSON") as caught:
         LineDecoder(SPEC).decode(json.dumps(batch_line()).encode()[:cut])
     assert not caught.value.field
 

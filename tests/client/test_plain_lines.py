@@ -89,7 +89,7 @@ def test_every_field_of_generation_may_stand_in_a_line() -> None:
         (b'{"prompt": "\\ud800"}', "", "not JSON"),
         (b"[1]", "", "a file with one array is no JSONL"),
         (b"7", "", "got 7"),
-        (b"[" * 5_000, "", "expected object"),
+        (b"[" * 5_000, "", "nested too deeply"),
         (
             b'{"messages":[{"role":"user","content":' + b"[" * 5_000 + b"]" * 5_000 + b"}]}",
             "",

@@ -116,7 +116,8 @@ class SubmitProgress:
         )
         if self._bars is not None:
             self._draw(self._bars, progress.phase, done, total)
-        elif self._lines and time.monotonic() >= self._next_line:
+        elif self._lines and (progress.phase != self._phase or time.monotonic() >= self._next_line):
+            self._phase = progress.phase
             self._next_line = time.monotonic() + LINE_EVERY_S
             say(f"{progress.phase}: {done:,} of {total:,} {'items' if storing else 'bytes'}")
 
