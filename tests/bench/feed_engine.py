@@ -190,15 +190,25 @@ async def _coupled(engine: Engine, config: Config) -> dict[int, Span]:
     }
 
 
+def _make_model(config: Config) -> None:
+    from headrace.inference_worker.engines.vllm_args import read_setup, set_environment
+
+    folder = Path(config.folder) / "tiny-llama"
+    config.options["model"] = str(folder)
+    # Making the model imports torch, which reads its number of threads from the environment once.
+    set_environment(read_setup(EngineOptions(**config.options)))
+    from tests.models.tiny_llama import make_tiny_llama
+
+    make_tiny_llama(folder)
+
+
 def main() -> None:
     """Run what the configuration says."""
     import msgspec
 
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Config)
     if config.engine == "vllm":
-        from tests.models.tiny_llama import make_tiny_llama
-
-        config.options["model"] = str(make_tiny_llama(Path(config.folder) / "tiny-llama"))
+        _make_model(config)
     found = uvloop.run(measure(config))
     print(json.dumps(msgspec.to_builtins(found, str_keys=True)), flush=True)
 

@@ -166,7 +166,8 @@ async def test_what_a_dead_process_had_started_dies_with_it(tmp_path):
 @pytest.mark.parametrize("how", ["lifeline", "exec"])
 async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, how):
     """A stand-in for the supervisor starts one process each way, and is killed with SIGKILL."""
-    attached = "import time, headrace.cli.supervisor.tether as t; t.attach_lifeline(); print(1, flush=1); time.sleep(99)"
+    attached = "import time, headrace.cli.supervisor.tether as t; t.attach_lifeline(); print(1, flush=1)"
+    attached += "; time.sleep(600)"
     child = {
         "lifeline": f"[sys.executable, '-c', {attached!r}]",
         "exec": "[sys.executable, '-I', '-S', tether.__file__, str(os.getpid()), '/bin/sh', '-c', 'echo 1; sleep 600']",

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,9 @@ from headrace.cli.demo_report import read_prompts, shorten
 from headrace.cli.exit_codes import EPILOG, Exit, exit_code_of
 from headrace.cli.failures import describe
 from headrace.cli.output import clock_text, shown
+from headrace.cli.reference import main
 from headrace.cli.sql import unique_names
+from headrace.cli.supervisor.choices import engine_choice, model_choice
 from headrace.cli.supervisor.layout import Layout, MeshState, choose_port, port_is_free
 from headrace.cli.supervisor.lock import DirLock, lock_holder
 from headrace.cli.target import find_settings
@@ -179,6 +182,28 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         Layout(tmp_path / "file" / "mesh").create()
 
 
+def test_engine_and_model_are_as_asked_then_configured_then_as_last_time(tmp_path, monkeypatch):
+    for name in ("HEADRACE_WORKER_ENGINE", "HEADRACE_WORKER_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "own.gguf"
+    model.write_bytes(b"GGUF")
+    assert engine_choice(None, tmp_path) == "llamacpp"
+    Layout(tmp_path).write_state(MeshState(url="", port=1, engine="llamacpp", model=str(model)))
+    assert model_choice("llamacpp", None, tmp_path) == str(model)
+    assert model_choice("echo", None, tmp_path) is None
+    Layout(tmp_path).write_state(MeshState(url="", port=1, engine="sim"))
+    assert engine_choice(None, tmp_path) == "sim"
+    (tmp_path / "headrace.toml").write_text('[worker]\nengine = "vllm"\n')
+    monkeypatch.setenv("HEADRACE_WORKER_ENGINE", "echo")
+    assert engine_choice(None, tmp_path) == "echo"
+    assert engine_choice("sim", tmp_path) == "sim"
+    with pytest.raises(InvalidInput, match=r"/nowhere/m\.gguf does not exist"):
+        model_choice("llamacpp", "/nowhere/m.gguf", tmp_path)
+    with pytest.raises(InvalidInput, match="engine vllm needs --model"):
+        model_choice("vllm", None, tmp_path)
+
+
 # --- pace, tables, texts ----------------------------------------------------------------------------
 
 
@@ -259,3 +284,11 @@ def test_help_is_quick_and_loads_nothing_heavy():
     code = f"import sys, headrace.cli.main; print([m for m in {heavy!r}.split() if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.strip() == "[]"
+
+
+# --- the reference ----------------------------------------------------------------------------------
+
+
+def test_the_reference_in_docs_is_current():
+    docs = Path(__file__).parents[2] / "docs" / "cli.md"
+    assert main([str(docs), "--check"]) == 0, "run python -m headrace.cli.reference docs/cli.md"

@@ -101,6 +101,7 @@ def test_a_service_that_cannot_start_ends_up_with_its_reason_and_leaves_nothing(
     assert json.loads((tmp_path / "D" / "mesh.json").read_text())["pids"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_leaves_no_process_and_the_port_is_kept(tmp_path, number):
     up = Up(tmp_path / "D", "--workers", "2")
@@ -143,6 +144,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
         up.kill()
 
 
+@pytest.mark.slow
 def test_what_is_killed_comes_back_and_the_work_goes_on(up, tmp_path):
     """Worker, completion and broker in turn; each time a job submitted before the kill still ends whole."""
     for i, name in enumerate(("worker-1", "completion", "gateway", "nats-server")):

@@ -26,7 +26,9 @@ def test_info_tells_what_it_holds(kind: Kind, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [TextPrompt(text="The wheel takes"), chat("Say a word."), ids(5, 6, 7, 8)], ids=["text", "chat", "tokens"]
+    "prompt",
+    [TextPrompt(text="The wheel takes"), chat("Say a word."), ids(5, 6, 7, 8)],
+    ids=["text", "chat", "tokens"],
 )
 async def test_each_form_of_prompt_is_answered(engine: Engine, prompt) -> None:
     prepared = engine.prepare(work(prompt, max_tokens=6))
@@ -108,7 +110,9 @@ async def test_tokens_generated_only_grows(engine: Engine) -> None:
 async def test_logprobs_take_the_form_of_the_endpoint(kind: Kind, engine: Engine) -> None:
     if "logprobs" in kind.refuses:
         pytest.skip("refused by name: see test_refusals")
-    plain = (await ask(engine, work("One two", max_tokens=3, logprobs=2, ignore_eos=True))).choices[0].logprobs
+    plain = (
+        (await ask(engine, work("One two", max_tokens=3, logprobs=2, ignore_eos=True))).choices[0].logprobs
+    )
     assert len(plain["tokens"]) == len(plain["token_logprobs"]) == len(plain["text_offset"]) == 3
     assert all(value <= 0 for value in plain["token_logprobs"])
     for prompt, flag in ((chat("One two"), False), (ids(5, 6), True)):
@@ -130,7 +134,9 @@ async def test_logprobs_take_the_form_of_the_endpoint(kind: Kind, engine: Engine
         ("regex", "[01]{3}", {f"{i:03b}" for i in range(8)}),
     ],
 )
-async def test_structured_output_is_kept_to(kind: Kind, engine: Engine, form: str, value, accept: set[str]) -> None:
+async def test_structured_output_is_kept_to(
+    kind: Kind, engine: Engine, form: str, value, accept: set[str]
+) -> None:
     if form not in kind.structured:
         pytest.skip("refused by name: see test_refusals")
     item = work("Choose.", max_tokens=30, structured_outputs=StructuredOutput(**{form: value}))

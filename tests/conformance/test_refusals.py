@@ -1,4 +1,4 @@
-"""What every engine refuses: for that item alone, with a type and the field's name, before it runs where that can be."""
+"""What every engine refuses: for that item alone, with a type and the field's name, before it runs if it can."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ async def test_tools_that_nothing_would_read_are_refused(engine: Engine) -> None
     ("form", "value"),
     [("json", {"type": "integer"}), ("regex", "[0-9]+"), ("choice", ["a"]), ("grammar", 'root ::= "a"')],
 )
-async def test_a_form_of_output_that_it_has_not_is_refused(kind: Kind, engine: Engine, form: str, value) -> None:
+async def test_a_form_of_output_that_it_has_not_is_refused(
+    kind: Kind, engine: Engine, form: str, value
+) -> None:
     if form in kind.structured:
         pytest.skip("honoured: see test_answers")
     error = refused(engine, work(chat("Hi"), structured_outputs=StructuredOutput(**{form: value}))).error
@@ -127,7 +129,9 @@ async def test_a_form_of_output_that_it_has_not_is_refused(kind: Kind, engine: E
         ("json", '{"type":'),
     ],
 )
-async def test_a_malformed_constraint_fails_its_item_only(kind: Kind, engine: Engine, form: str, value) -> None:
+async def test_a_malformed_constraint_fails_its_item_only(
+    kind: Kind, engine: Engine, form: str, value
+) -> None:
     """B3: 63 good items and one malformed."""
     bad = work(chat("Hi"), max_tokens=4, structured_outputs=StructuredOutput(**{form: value}))
     few = 63 if kind.name.startswith("vllm") else 15
@@ -141,5 +145,7 @@ async def test_a_malformed_constraint_fails_its_item_only(kind: Kind, engine: En
     failed = [r for r in results if isinstance(r, BaseException)]
     assert len(failed) == 1
     assert isinstance(failed[0], ItemFailed)
-    assert failed[0].error.type == ("invalid_parameter" if form in kind.structured else "unsupported_parameter")
+    assert failed[0].error.type == (
+        "invalid_parameter" if form in kind.structured else "unsupported_parameter"
+    )
     assert (failed[0].error.field or "").startswith("structured_outputs")

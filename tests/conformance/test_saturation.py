@@ -46,7 +46,9 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-async def loaded(name: str, tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> AsyncIterator[Engine]:
+async def loaded(
+    name: str, tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
+) -> AsyncIterator[Engine]:
     if name == "sim":
         options = EngineOptions(slots=SEQS, context=512, extra={"time_scale": "0"})
     else:
@@ -90,7 +92,9 @@ async def test_refill_keeps_the_batch_as_full_as_preloading(loaded: Engine) -> N
     refilled = await _steps(loaded, _window(loaded, WINDOW))
     coupled = await _steps(loaded, _barrier(loaded, SEQS))
     small = await _steps(loaded, _window(loaded, 32))
-    print(f"steps: preloaded {preloaded}, window {WINDOW} {refilled}, window 32 {small}, barrier {SEQS} {coupled}")
+    print(
+        f"steps: preloaded {preloaded}, window {WINDOW} {refilled}, window 32 {small}, barrier {SEQS} {coupled}"
+    )
     assert refilled <= preloaded * 1.02
     assert small > preloaded * 1.5
     assert coupled > preloaded * 2

@@ -33,8 +33,8 @@ async def test_many_at_once_each_get_their_own(kind: Kind, engine: Engine) -> No
 
 
 async def test_two_items_of_one_id_do_not_mix(kind: Kind, engine: Engine) -> None:
-    first = work(ids(*range(5, 25)), max_tokens=3, id="twin", ignore_eos=True)
-    second = work(ids(*range(5, 25)), max_tokens=7, id="twin", ignore_eos=True)
+    first = work(ids(*range(5, 25)), max_tokens=3, name="twin", ignore_eos=True)
+    second = work(ids(*range(5, 25)), max_tokens=7, name="twin", ignore_eos=True)
     a, b = await asyncio.gather(ask(engine, first), ask(engine, second))
     assert (a.usage.completion_tokens, b.usage.completion_tokens) == (3, 7)
 

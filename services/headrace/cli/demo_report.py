@@ -64,9 +64,11 @@ def read_prompts(path: Path) -> dict[str, str]:
 
 
 async def pick_samples(mesh: Mesh, job: str, prompts: dict[str, str]) -> list[Sample]:
-    """Three answered items, spread over the job."""
+    """Three answered items, spread over the job; those that ended by themselves rather than at their limit."""
     page = await ask(mesh, "results", ResultsRequest(job=job, limit=200), ResultsReply)
     answered = [r for r in page.results if r.status == "ok" and r.choices and r.choices[0].text.strip()]
+    whole = [r for r in answered if r.choices[0].finish_reason == "stop"]
+    answered = whole if len(whole) >= SAMPLES else answered
     step = max(1, len(answered) // SAMPLES)
     return [
         Sample(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -44,21 +45,25 @@ def root(
     """Options of the command itself."""
 
 
-app.command("up")(up.up)
-app.command("demo")(demo.demo)
-app.command("init")(init.init)
-app.command("doctor")(doctor.doctor)
-app.command("submit")(submit.submit)
-app.command("watch")(watch.watch)
-app.command("status")(status.status)
-app.command("results")(results.results)
-app.command("audit")(status.audit)
-app.command("sql")(sql.sql)
-app.command("jobs")(jobs.jobs)
-app.command("cancel")(cancel.cancel)
-app.command("worker")(services.worker_command())
-app.command("completion")(services.completion_command())
-app.command("gateway")(services.gateway_command())
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("up", up.up, "Run a mesh on this machine"),
+    ("demo", demo.demo, "Real prompts through a mesh, start to end"),
+    ("submit", submit.submit, "Store a file of prompts as a job"),
+    ("watch", watch.watch, "Follow a job until it ends"),
+    ("status", status.status, "Where a job stands"),
+    ("results", results.results, "The outcomes of a job, in order"),
+    ("audit", status.audit, "Prove the account of a job"),
+    ("cancel", cancel.cancel, "End a job, keep what is finished"),
+    ("jobs", jobs.jobs, "The jobs of a mesh"),
+    ("sql", sql.sql, "Ask the data plane"),
+    ("init", init.init, "Make streams and consumers, refuse drift"),
+    ("doctor", doctor.doctor, "What is not as it should be"),
+    ("worker", services.worker_command(), "Run an inference worker"),
+    ("completion", services.completion_command(), "Run the completion service"),
+    ("gateway", services.gateway_command(), "Run the gateway"),
+)
+for _name, _function, _short in _COMMANDS:
+    app.command(_name, short_help=_short)(_function)
 
 
 def main() -> None:

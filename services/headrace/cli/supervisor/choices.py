@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headrace.cli.output import say
+from headrace.cli.supervisor.layout import read_state
 from headrace.contracts.errors import InvalidInput
-from headrace.mesh.settings import load_settings, read_mesh_file
+from headrace.mesh.settings import load_settings
 
 DEFAULT_ENGINE = "llamacpp"
 _PACKAGES = {
@@ -35,8 +36,11 @@ def engine_choice(asked: str | None, folder: Path) -> str:
 
 
 def model_choice(engine: str, asked: str | None, folder: Path) -> str | None:
-    """The model: as asked or configured; for llamacpp without one, the demo's weights, fetched once and checked."""
-    model = asked or load_settings(folder, need_url=False).worker.model
+    """The model: as asked or configured, else this folder's last one of that engine.
+
+    For llamacpp without one, the demo's weights, fetched once and checked.
+    """
+    model = asked or load_settings(folder, need_url=False).worker.model or _last_model(engine, folder)
     if model:
         if (
             engine in {"llamacpp", "vllm"}
@@ -68,5 +72,10 @@ def _configured(folder: Path) -> str | None:
 
 
 def _last(folder: Path) -> str | None:
-    found = read_mesh_file(folder)
+    found = read_state(folder)
     return found.engine if found and found.engine else None
+
+
+def _last_model(engine: str, folder: Path) -> str | None:
+    found = read_state(folder)
+    return found.model if found and found.engine == engine else None

@@ -27,6 +27,14 @@ class MeshState(MeshFile, kw_only=True):
     pids: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
+def read_state(folder: Path) -> MeshState | None:
+    """What the last `headrace up` in `folder` wrote, or None."""
+    try:
+        return msgspec.json.decode((folder / MESH_FILE).read_bytes(), type=MeshState)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 class Layout:
     """Paths under one folder, which is made if it is missing."""
 

@@ -69,21 +69,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     def _service(self, name: str, command: str, *flags: str) -> ChildSpec:
         self.layout.rotate_log(name)
         ready = self.layout.ready_file(name)
-        common = [
-            "--dir",
-            str(self.layout.folder),
-            "--url",
-            self.settings.url,
-            "--durability",
-            self.settings.durability,
-        ]
+        s = self.settings
+        common = ["--dir", str(self.layout.folder), "--url", s.url]
+        common += ["--durability", s.durability, "--grace-s", str(s.grace_s)]
         return ChildSpec(
             name=name,
             command=[*own_command(), command, *common, *flags],
             log=self.layout.log(name),
             environment={"HEADRACE_READY_FILE": str(ready), tether.LIFELINE: str(self.lifeline)},
             pass_fds=(self.lifeline,),
-            grace_s=self.settings.grace_s + STOP_MARGIN_S,
+            grace_s=s.grace_s + STOP_MARGIN_S,
             ready_file=ready,
         )
 

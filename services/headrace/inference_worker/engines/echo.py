@@ -85,12 +85,12 @@ class EchoEngine:
                 raise unsupported("echo", "tools")
         elif isinstance(prompt, TextPrompt) and not prompt.text:
             raise ItemFailed("invalid_prompt", "prompt is empty", field="prompt")
-        info = self._info
+        info, n = self._info, work.params.n
         if not isinstance(prompt, Row) and (
-            info.max_model_len or tokens + work.max_tokens > info.capacity_tokens
+            info.max_model_len or tokens + n * work.max_tokens > info.capacity_tokens
         ):
             limit, capacity = info.max_model_len, info.capacity_tokens
-            check_length(tokens, work.max_tokens, limit=limit, capacity=capacity, n=work.params.n)
+            check_length(tokens, work.max_tokens, limit=limit, capacity=capacity, n=n)
         if tokens == work.prompt_tokens:
             return work
         return Work(

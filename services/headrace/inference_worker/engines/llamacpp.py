@@ -34,12 +34,13 @@ DEFAULT_CONTEXT: Final = 512
 class _Run:
     """One item under way: why it must stop, if it must."""
 
-    __slots__ = ("answer", "stop", "work")
+    __slots__ = ("answer", "stop", "unreadable", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.answer = Answer(work)
         self.stop = ""
+        self.unreadable = ""
 
 
 class LlamaCppEngine:
@@ -165,6 +166,8 @@ class LlamaCppEngine:
             self._runs.discard(run)
         if run.stop:
             raise EngineDied(run.stop)
+        if run.unreadable:
+            raise ItemFailed("engine_error", run.unreadable)
         return run.answer.output()
 
     def tokens_generated(self) -> int:
@@ -194,7 +197,12 @@ class LlamaCppEngine:
         def on_chunk(data: bytes) -> bool:
             if run.stop:
                 return True
-            brought = answer.add(decode_chunk(data))
+            try:
+                brought = answer.add(decode_chunk(data))
+            except (msgspec.MsgspecError, IndexError) as e:
+                # What is raised in here, its C++ side takes for a wish to stop, and says nothing.
+                run.unreadable = f"llama.cpp sent an event that cannot be read: {e}"
+                return True
             if brought:
                 with self._lock:
                     self._tokens += brought

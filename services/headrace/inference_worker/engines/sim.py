@@ -88,6 +88,7 @@ class SimEngine:
         """Start the steps; a second start does nothing."""
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.get_running_loop().create_task(self._steps(), name="sim-steps")
+            self._loop_task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """End the steps; what is in the engine gets `EngineDied`."""
@@ -95,10 +96,7 @@ class SimEngine:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        for item in list(self._items):
-            self._drop(item)
-            if not item.done.done():
-                item.done.set_exception(EngineDied("the engine was stopped"))
+        self._end_all("the engine was stopped")
 
     def prepare(self, work: Work) -> Work:
         """Count the prompt's tokens and check parameters, ids and length."""
@@ -214,6 +212,17 @@ class SimEngine:
         item.left -= 1
         if not item.left and not item.done.done():
             item.done.set_result(None)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._end_all(f"the steps failed: {error!r}")
+
+    def _end_all(self, why: str) -> None:
+        for item in list(self._items):
+            self._drop(item)
+            if not item.done.done():
+                item.done.set_exception(EngineDied(why))
 
     def _drop(self, item: _Item) -> None:
         self._items.discard(item)

@@ -52,9 +52,9 @@ def fetch_demo_weights(
     say = progress or _log.info
     folder = Path(cache_dir) if cache_dir is not None else cache_folder()
     target = folder / FILE_NAME
-    if _is_whole(target):
-        return target
     try:
+        if _is_whole(target):
+            return target
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / f"{FILE_NAME}.lock"):
             if not _is_whole(target):
