@@ -27,8 +27,8 @@ MAX_DOUBLINGS: Final = 5
 class Memory:
     """DuckDB's memory limit: the setting, doubled where the data does not fit.
 
-    DuckDB scans and checkpoints 2,048 values of a column at a time, and has to hold them: with results of 100 kB that is
-    200 MB, whatever the setting. Without more, such a table could never be written again, so the limit rises, up to
+    DuckDB scans and checkpoints 2,048 values of a column at a time, and has to hold them: with results of 100 kB that
+    is 200 MB, whatever the setting. Without more, such a table could never be written again, so the limit rises, up to
     32 times and half of the machine's memory, and says so.
     """
 

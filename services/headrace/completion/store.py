@@ -166,7 +166,7 @@ class Store:
             return await self._in(self._readers, lambda: self._on_cursor(self._reads, work, *args, **kwargs))
         except duckdb.Error as e:
             if lacks_memory(e):
-                await self._in(self._writer, lambda: self._recover(e))
+                await self._in(self._writer, functools.partial(self._recover, e))
             msg = f"the data plane could not be read, try again: {first_line(e)}"
             raise Unavailable(msg, code="data_plane") from e
 
