@@ -31,7 +31,9 @@ def up(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Up]:
     """A mesh with the flags of the test's `up` mark; none of its processes is left afterwards."""
     mark = request.node.get_closest_marker("up")
     (tmp_path / "D").mkdir()
-    (tmp_path / "D" / "headrace.toml").write_text("ack_wait_s = 5.0\n")  # a killed worker's items wait this long
+    (tmp_path / "D" / "headrace.toml").write_text(
+        "ack_wait_s = 5.0\n"
+    )  # a killed worker's items wait this long
     mesh = Up(tmp_path / "D", *(mark.args if mark else ()), **(mark.kwargs if mark else {}))
     yield mesh
     mesh.kill()

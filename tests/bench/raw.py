@@ -158,9 +158,12 @@ class Puller:
         self._bare = bare
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.bare".encode()
         self._inbox = bare.inbox("pull")
+        self._confirm = bare.inbox("confirm")
+        self._total = total
         self._left = total
         self._owed = 0
         self.acked = 0
+        self.confirmed = asyncio.Event()
 
     def ask(self, n: int) -> None:
         n = min(n, self._left)
@@ -170,12 +173,23 @@ class Puller:
             self._bare.send(b"PUB %b %b %d\r\n%b\r\n" % (self._next, self._inbox, len(body), body))
 
     def ack(self, replies: list[bytes]) -> None:
-        self._bare.send(b"".join([b"PUB %b 4\r\n+ACK\r\n" % reply for reply in replies]))
+        """Ack what is done. The very last ack asks for an answer: acks are handled in their order."""
+        frames = [b"PUB %b 4\r\n+ACK\r\n" % reply for reply in replies]
         self.acked += len(replies)
         self._owed += len(replies)
+        if self.acked == self._total:
+            frames[-1] = b"PUB %b %b 4\r\n+ACK\r\n" % (replies[-1], self._confirm)
+        self._bare.send(b"".join(frames))
         if self._owed >= GROUP:
             self.ask(self._owed)
             self._owed = 0
+
+    def answer(self, subject: bytes) -> bool:
+        """Take the confirmation of the last ack; False if the message is something else."""
+        if subject != self._confirm:
+            return False
+        self.confirmed.set()
+        return True
 
 
 # --- the loops --------------------------------------------------------------------------------------
@@ -195,27 +209,22 @@ async def pull(bare: Bare, *, stream: str, count: int) -> None:
     """Pull and ack `count` messages."""
     puller = Puller(bare, stream, count)
     ready: list[bytes] = []
-    done = asyncio.Event()
 
     def flush() -> None:
-        if ready:
-            puller.ack(ready)
-            ready.clear()
-        if puller.acked >= count:
-            done.set()
+        puller.ack(ready)
+        ready.clear()
 
     loop = asyncio.get_running_loop()
 
-    def on_message(_to: bytes, reply: bytes, _payload: bytes) -> None:
-        if reply:
+    def on_message(to: bytes, reply: bytes, _payload: bytes) -> None:
+        if not puller.answer(to) and reply:
             if not ready:
                 loop.call_soon(flush)
             ready.append(reply)
 
     bare.on_message = on_message
     puller.ask(WINDOW)
-    await done.wait()
-    await bare.flush()
+    await puller.confirmed.wait()
 
 
 async def work(bare: Bare, *, stream: str, subject: str, count: int, size: int) -> None:
@@ -226,7 +235,7 @@ async def work(bare: Bare, *, stream: str, subject: str, count: int, size: int) 
     arrived = asyncio.Event()
 
     def on_message(to: bytes, reply: bytes, payload: bytes) -> None:
-        if not batches.answer(to, payload) and reply:
+        if not batches.answer(to, payload) and not puller.answer(to) and reply:
             ready.append(reply)
             arrived.set()
 
@@ -243,9 +252,7 @@ async def work(bare: Bare, *, stream: str, subject: str, count: int, size: int) 
         taken += len(group)
         batches.send(len(group), lambda group=group: puller.ack(group))
         await bare.drained()
-    while batches.stored < count:
-        await asyncio.sleep(0.0005)
-    await bare.flush()
+    await puller.confirmed.wait()
 
 
 LOOPS: Final[dict[str, Callable[..., Awaitable[None]]]] = {"publish": publish, "pull": pull, "work": work}

@@ -158,3 +158,15 @@ def test_what_is_killed_comes_back_and_the_work_goes_on(up, tmp_path):
         found = up.json("watch", job, timeout=100)
         assert (found["ok"], found["failed"], found["dead"]) == (200, 0, 0)
         assert up.json("audit", job)["balanced"]
+
+
+def test_another_engine_in_the_same_folder_takes_over_the_function(tmp_path):
+    path = write_prompts(tmp_path / "a.jsonl", 5)
+    for engine in ("echo", "sim", "echo"):
+        mesh = Up(tmp_path / "D", engine=engine)
+        try:
+            mesh.json("submit", str(path), "--job", f"by-{engine}-{mesh.process.pid}")
+            assert mesh.run("watch", f"by-{engine}-{mesh.process.pid}", "--timeout", "30").returncode == 0
+            assert mesh.stop() == 0
+        finally:
+            mesh.kill()

@@ -10,7 +10,14 @@ from headrace.contracts.errors import Conflict, NotFound
 from headrace.contracts.messages import FunctionSpec
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
-from headrace.mesh.provision import get_function, list_functions, provision, register_function
+from headrace.mesh.provision import (
+    get_function,
+    list_functions,
+    provision,
+    register_function,
+    unregister_function,
+)
+from headrace.mesh.publisher import publish
 from headrace.mesh.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -49,3 +56,22 @@ async def test_functions(mesh: Mesh) -> None:
     assert await list_functions(mesh) == [spec]
     info = await jsapi.stream_info(mesh, mesh.topology.tasks)
     assert info["state"]["consumer_count"] == 3 * 5
+
+
+async def test_a_name_is_free_again_once_nothing_waits_for_it(mesh: Mesh) -> None:
+    old = FunctionSpec(name="generate", engine="echo", min_shape=6, max_shape=9)
+    await register_function(mesh, old)
+    subject = mesh.subjects.task("generate", "normal", 6, "j")
+    await publish(mesh, mesh.topology.tasks, subject, b"{}")
+    with pytest.raises(Conflict, match="1 tasks wait for function 'generate'"):
+        await unregister_function(mesh, "generate")
+    assert await get_function(mesh, "generate") == old
+    await jsapi.purge(mesh, mesh.topology.tasks, filter_=subject)
+    await unregister_function(mesh, "generate")
+    with pytest.raises(NotFound):
+        await get_function(mesh, "generate")
+    info = await jsapi.stream_info(mesh, mesh.topology.tasks)
+    assert info["state"]["consumer_count"] == 0
+    new = FunctionSpec(name="generate", engine="sim", min_shape=6, max_shape=13)
+    await register_function(mesh, new)
+    assert await get_function(mesh, "generate") == new

@@ -59,6 +59,10 @@ class Subjects:
         check_token("function", function)
         return f"{self.prefix}.tasks.{function}.{_lane(lane)}.t{_shape(shape)}.>"
 
+    def tasks_of_function(self, function: str) -> str:
+        """Filter matching the waiting and leased tasks of a function."""
+        return f"{self.prefix}.tasks.{check_token('function', function)}.*.*.*"
+
     def tasks_of_job(self, job: str) -> str:
         """Filter matching the waiting and leased tasks of a job, and not its manifest."""
         return f"{self.prefix}.tasks.*.*.*.{check_token('job', job)}"

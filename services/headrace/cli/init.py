@@ -34,6 +34,14 @@ def init(
     vocab_size: Annotated[
         int, typer.Option("--vocab-size", min=0, help="Token ids from this on are refused; 0: none are.")
     ] = 0,
+    unregister: Annotated[
+        str | None,
+        typer.Option(
+            "--unregister",
+            help="Forget this function, so that another model can take its name; refused while tasks wait for it.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be made, and make nothing.")
     ] = False,
@@ -49,6 +57,10 @@ def init(
     if function is not None:
         check_token("function", function)
         spec = _spec(function, engine=engine, model=model, max_model_len=max_model_len, vocab_size=vocab_size)
+    if unregister is not None:
+        run_on_mesh(folder, url, lambda mesh: _unregister(mesh, unregister))
+        print_json({"unregistered": unregister}) if json else print_line(f"forgot function {unregister}")
+        return
     made = run_on_mesh(folder, url, lambda mesh: _init(mesh, spec, dry_run=dry_run))
     if json:
         print_json({"made": made, "dry_run": dry_run})
@@ -74,6 +86,12 @@ async def _init(mesh: Mesh, spec: FunctionSpec | None, *, dry_run: bool) -> list
     if not dry_run:
         await register_function(mesh, spec)
     return made if known else [*made, f"function {spec.name}"]
+
+
+async def _unregister(mesh: Mesh, name: str) -> None:
+    from headrace.mesh.provision import unregister_function
+
+    await unregister_function(mesh, name)
 
 
 def _spec(name: str, *, engine: str, model: str, max_model_len: int, vocab_size: int) -> FunctionSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -19,9 +19,11 @@ from headrace.contracts.names import check_token
 if TYPE_CHECKING:
     from headrace.client.problems import LineError
     from headrace.client.submit import Receipt, SubmitOptions
+    from headrace.client.tokenise import Where
     from headrace.mesh.settings import Settings
 
 FORMATS = ("auto", "jsonl", "csv", "parquet")
+TOKENISE = ("auto", "client", "worker")
 SHOWN_ERRORS = 20
 
 
@@ -71,6 +73,10 @@ def submit(
             "--tokenizer", help="Folder of the model's tokenizer: tokenise here.", show_default=False
         ),
     ] = None,
+    tokenise: Annotated[
+        str,
+        typer.Option("--tokenise", help="Where: auto (here if the tokenizer is at hand), client or worker."),
+    ] = "auto",
     model: Annotated[
         str | None,
         typer.Option("--model", help="Refuse unless the function runs this model.", show_default=False),
@@ -99,7 +105,7 @@ def submit(
     settings = find_settings(folder, url)
     options = _options(
         function=function, lane=lane, skip_bad=skip_bad, column=column, id_column=id_column, input_format=input_format,
-        rows=rows, default=default, tokenizer=tokenizer, patience=patience,
+        rows=rows, default=default, tokenizer=tokenizer, tokenise=tokenise, patience=patience,
     )  # fmt: skip
     shown = SubmitProgress(wanted=progress)
     resume = f"run it again to go on: headrace submit {file} --job {name}"
@@ -147,6 +153,7 @@ def _options(
     rows: bool,
     default: list[str] | None,
     tokenizer: Path | None,
+    tokenise: str,
     patience: float,
 ) -> SubmitOptions:
     from headrace.client.submit import SubmitOptions
@@ -158,6 +165,10 @@ def _options(
         raise InvalidInput(
             f"format {input_format[:80]!r} is unknown: use one of {', '.join(FORMATS)}", field="format"
         )
+    if tokenise not in TOKENISE:
+        raise InvalidInput(
+            f"tokenise {tokenise[:80]!r} is unknown: use one of {', '.join(TOKENISE)}", field="tokenise"
+        )
     return SubmitOptions(
         function=function,
         lane=LaneName(lane),
@@ -167,7 +178,7 @@ def _options(
         id_column=id_column,
         skip_bad=skip_bad,
         defaults=read_defaults(default),
-        tokenise="client" if tokenizer else "auto",
+        tokenise="client" if tokenizer and tokenise == "auto" else cast("Where", tokenise),
         tokenizer=tokenizer,
         patience_s=patience,
     )

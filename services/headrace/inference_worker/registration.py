@@ -70,7 +70,7 @@ def _refuse_other(known: FunctionSpec, ours: FunctionSpec) -> None:
         if stored != here:
             raise Conflict(
                 f"function {known.name!r} is registered with {field} {stored!r} and this worker's engine has {here!r}: "
-                "serve it under another name (worker.function), or remove the registration",
+                "serve it under another name (worker.function), or forget it first: headrace init --unregister NAME",
                 code="other_function",
             )
     if ours.max_model_len and (not known.max_model_len or known.max_model_len > ours.max_model_len):

@@ -23,6 +23,7 @@ from headrace.mesh.jsapi import (
     STREAM_NOT_FOUND,
     JetStreamError,
     call,
+    count_subject,
     last_message,
     stream_info,
 )
@@ -158,6 +159,30 @@ async def register_function(mesh: Mesh, spec: FunctionSpec) -> None:
     for consumer in mesh.topology.function_consumers(spec):
         await _ensure_consumer(mesh, consumer, drift, dry_run=False)
     _refuse(drift)
+
+
+async def unregister_function(mesh: Mesh, name: str) -> None:
+    """Forget a function and its consumers, so that the name can be registered for another model.
+
+    Raise `NotFound`, or `Conflict` while tasks wait for it: they were made for the model that it names.
+    """
+    spec = await get_function(mesh, name)
+    waiting = await count_subject(mesh, mesh.topology.tasks, mesh.subjects.tasks_of_function(name))
+    if waiting:
+        msg = (
+            f"{waiting} tasks wait for function {name!r} ({spec.engine} {spec.model}): let a worker of that model "
+            "finish them, or cancel their jobs, before the name is registered anew"
+        )
+        raise Conflict(msg, code="tasks_waiting")
+    bucket = mesh.topology.functions_bucket
+    deleted = {"KV-Operation": "DEL"}
+    await publish(mesh, f"KV_{bucket}", f"$KV.{bucket}.{name}", b"", headers=deleted)
+    for consumer in mesh.topology.function_consumers(spec):
+        try:
+            await call(mesh, f"CONSUMER.DELETE.{consumer.stream}.{consumer.durable}")
+        except JetStreamError as e:
+            if e.err_code != CONSUMER_NOT_FOUND:
+                raise
 
 
 async def get_function(mesh: Mesh, name: str) -> FunctionSpec:

@@ -13,10 +13,11 @@ from msgspec import Struct
 from headrace.cli.exit_codes import Exit
 from headrace.cli.output import print_line, say
 from headrace.cli.supervisor.choices import engine_choice, model_choice
-from headrace.cli.supervisor.layout import Layout, MeshState, choose_port
+from headrace.cli.supervisor.layout import Layout, MeshState, choose_port, read_state
 from headrace.cli.supervisor.lock import DirLock
 from headrace.cli.supervisor.plan import Plan
 from headrace.cli.supervisor.supervisor import Supervisor
+from headrace.contracts.errors import Conflict, NotFound
 from headrace.mesh.settings import Settings, load_settings, mesh_dir
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -98,7 +99,8 @@ def _make_plan(options: UpOptions, layout: Layout) -> tuple[Plan, int]:
 
 
 async def _run(plan: Plan, options: UpOptions) -> int:
-    state = _state_of(plan)
+    last, state = read_state(plan.layout.folder), _state_of(plan)
+    other_workers = last is not None and last.worker_flags != state.worker_flags
 
     def changed(pids: dict[str, int]) -> None:
         state.pids = pids
@@ -107,7 +109,7 @@ async def _run(plan: Plan, options: UpOptions) -> int:
     supervisor = Supervisor(say=say, changed=changed, ready_timeout_s=options.ready_timeout_s)
     _handle_signals(supervisor)
     try:
-        await _start(supervisor, plan)
+        await _start(supervisor, plan, other_workers=other_workers)
         if not supervisor.stopping.is_set():
             _announce(plan, state)
             await supervisor.stopping.wait()
@@ -129,16 +131,17 @@ def _state_of(plan: Plan) -> MeshState:
         engine=s.worker.engine,
         function=s.worker.function,
         model=s.worker.model,
+        worker_flags=list(plan.worker_flags),
         pid=os.getpid(),
     )
 
 
-async def _start(supervisor: Supervisor, plan: Plan) -> None:
+async def _start(supervisor: Supervisor, plan: Plan, *, other_workers: bool) -> None:
     """Broker, streams, completion and gateway, workers: each when the one before is ready."""
     await supervisor.start([plan.server()])
     if supervisor.stopping.is_set():
         return
-    await _provision(plan.settings)
+    await _provision(plan.settings, other_workers=other_workers)
     await supervisor.start(plan.readers())
     if supervisor.stopping.is_set():
         return
@@ -146,12 +149,24 @@ async def _start(supervisor: Supervisor, plan: Plan) -> None:
     await supervisor.start(plan.worker_specs())
 
 
-async def _provision(settings: Settings) -> None:
+async def _provision(settings: Settings, *, other_workers: bool) -> None:
+    """Make the streams; where the workers are others than last time, let go of what the last ones registered.
+
+    While tasks wait for the function it stays as it is: they were made for its model.
+    """
     from headrace.mesh.connection import Mesh
-    from headrace.mesh.provision import provision
+    from headrace.mesh.provision import provision, unregister_function
 
     async with await Mesh.connect(settings, name="up") as mesh:
         await provision(mesh)
+        if not other_workers:
+            return
+        try:
+            await unregister_function(mesh, settings.worker.function)
+        except NotFound:
+            return
+        except Conflict as e:
+            say(f"note: {e}")
 
 
 def _handle_signals(supervisor: Supervisor) -> None:

@@ -24,6 +24,7 @@ class MeshState(MeshFile, kw_only=True):
     """`mesh.json` as the supervisor writes it: `MeshFile` and the processes by name (none if it does not run)."""
 
     model: str | None = None
+    worker_flags: list[str] = msgspec.field(default_factory=list[str])
     pids: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
