@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,6 @@ from headrace.contracts.names import check_token
 if TYPE_CHECKING:
     from headrace.client.problems import LineError
     from headrace.client.submit import Receipt, SubmitOptions
-    from headrace.client.tokenise import Where
     from headrace.mesh.settings import Settings
 
 FORMATS = ("auto", "jsonl", "csv", "parquet")
@@ -178,7 +177,7 @@ def _options(
         id_column=id_column,
         skip_bad=skip_bad,
         defaults=read_defaults(default),
-        tokenise="client" if tokenizer and tokenise == "auto" else cast("Where", tokenise),
+        tokenise="client" if tokenizer and tokenise == "auto" else tokenise,
         tokenizer=tokenizer,
         patience_s=patience,
     )
