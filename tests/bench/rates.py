@@ -24,6 +24,8 @@ GOALS: Final[dict[tuple[str, Durability], float]] = {
     ("e2e", "relaxed"): 8_000,
     ("e2e", "safe"): 2_500,
 }
+SHORT: Final[dict[Durability, int]] = {"relaxed": 2, "safe": 10}
+"""The short parts take this part of the items. Under `safe` each ack is a write of its own to the disk."""
 MEMORY_MB: Final = 300.0
 POLL_S: Final = 0.02
 RAW_TASKS, RAW_RESULTS = "BENCH_TASKS", "BENCH_RESULTS"
@@ -49,7 +51,8 @@ class Rates:
     ) -> None:
         self._fleet = fleet
         self._durability: Durability = fleet.settings.durability
-        self._short = max(500, items // 2)
+        self._short = max(500, items // SHORT[self._durability])
+        self._chain = max(500, items // (2 * SHORT[self._durability]))
         self._items = items
         self._parts = parts
         self._repeats = repeats
@@ -92,7 +95,7 @@ class Rates:
         await self._drop_raw_streams()
 
     async def _raw_chain(self) -> None:
-        n, url = max(500, self._items // 4), self._fleet.settings.url
+        n, url = self._chain, self._fleet.settings.url
         row = self._row("raw", "three hops: publish, pull, result, ack, pull, ack", "items/s", raw="chain")
 
         async def once() -> None:

@@ -270,7 +270,51 @@ async def test_batches_hold_no_more_than_their_window(mesh: Mesh) -> None:
         assert info["num_ack_pending"] <= 150
         seen += len(batch)
         await settler.ack_all(batch)
-        consumer.release(len(batch))
+        consumer.release(batch)
         if seen == 500:
             await consumer.stop()
     assert seen == 500
+
+
+async def test_a_pull_bounded_by_bytes_ends_and_is_asked_for_again(mesh: Mesh) -> None:
+    spec = await fill(mesh, 0)
+    subject = mesh.subjects.task("f", "normal", 6, "j")
+    for _ in range(6):
+        await publish(mesh, mesh.topology.tasks, subject, b"x" * 100_000)
+    got: list[Delivery] = []
+    lost: list[int] = []
+
+    def again() -> None:
+        lost.append(consumer.outstanding)
+        consumer.ask(6, max_bytes=250_000)
+
+    consumer = PullConsumer(mesh, spec, got.append, on_demand_lost=again)
+    await consumer.start()
+    consumer.ask(6, max_bytes=250_000)
+    await until(lambda: len(got) == 6)
+    assert lost[:2] == [0, 0]
+    await consumer.stop()
+
+
+async def test_batches_hold_no_more_bytes_than_their_bound(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.mesh.consumer.WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr("headrace.mesh.consumer.MIN_PULL_BYTES", 1 << 20)
+    spec = await fill(mesh, 0)
+    subject = mesh.subjects.task("f", "normal", 6, "j")
+    for _ in range(30):
+        await publish(mesh, mesh.topology.tasks, subject, b"x" * 200_000)
+    consumer = BatchConsumer(mesh, spec, batch=100, wait_s=0.05, window=300)
+    settler = Settler(mesh)
+    await consumer.start()
+    seen = 0
+    async for batch in consumer:
+        info = await jsapi.consumer_info(mesh, spec.stream, spec.durable)
+        assert info["num_ack_pending"] <= 2 * (1 << 20) // 200_000 + 1
+        seen += len(batch)
+        await settler.ack_all(batch)
+        consumer.release(batch)
+        if seen == 30:
+            await consumer.stop()
+    assert seen == 30

@@ -47,7 +47,7 @@ class DeadLetters:
             except HeadraceError as e:
                 log.warning("dead letters wait", extra={"reason": str(e)[:300]})
             finally:
-                self._consumer.release(len(batch))
+                self._consumer.release(batch)
 
     async def stop(self) -> None:
         """Pull no more."""

@@ -53,7 +53,7 @@ class Jobs:
                     "job events wait", extra={"events": len(batch), "reason": str(e.exceptions[0])[:300]}
                 )
             finally:
-                self._consumer.release(len(batch))
+                self._consumer.release(batch)
 
     async def stop(self) -> None:
         """Pull no more."""

@@ -67,7 +67,7 @@ class Landing:
                     endings += ended
             if self._acking is not None:
                 await self._acking
-            self._acking = asyncio.get_running_loop().create_task(self._settle(pairs, endings, len(batch)))
+            self._acking = asyncio.get_running_loop().create_task(self._settle(pairs, endings, batch))
         if self._acking is not None:
             await self._acking
 
@@ -128,7 +128,9 @@ class Landing:
         spans.landed(pairs, started_ns=started_ns)
         return pairs, endings
 
-    async def _settle(self, pairs: list[Pair], endings: list[JobCompleted], given_out: int) -> None:
+    async def _settle(
+        self, pairs: list[Pair], endings: list[JobCompleted], given_out: Sequence[Delivery]
+    ) -> None:
         try:
             try:
                 await self._announcer.announce(endings)

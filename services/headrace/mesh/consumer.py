@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import nats.errors
@@ -27,7 +27,10 @@ log = logging.getLogger("headrace.mesh.consumer")
 PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
 STOP_WITHIN_S = 2.0
+WINDOW_BYTES = 64 << 20
+MIN_PULL_BYTES = 8 << 20
 _SHORT_ACK_TOKENS = 9
+_FULL = "message size exceeds maxbytes"
 _SHUT = (
     "leadership change",
     "server shutdown",
@@ -127,14 +130,22 @@ class PullConsumer:
                     await subscription.drain()
         self.outstanding = 0
 
-    def ask(self, n: int) -> None:
-        """Ask for `n` more messages; they come when there are any."""
+    def ask(self, n: int, *, max_bytes: int = 0) -> None:
+        """Ask for `n` more messages; they come when there are any.
+
+        With `max_bytes` the pull ends, and `on_demand_lost` is called, before a message that would go over it.
+        """
         if self._stopped or n <= 0 or not self._subscription:
             return
         if self.outstanding == 0:
             self._heard = asyncio.get_running_loop().time()
         self._pulls += 1
-        body = b'{"batch":%d,"expires":%d,"idle_heartbeat":%d}' % (n, self._expires_ns, self._heartbeat_ns)
+        limits = b'%d,"max_bytes":%d' % (n, max_bytes) if max_bytes else b"%d" % n
+        body = b'{"batch":%b,"expires":%d,"idle_heartbeat":%d}' % (
+            limits,
+            self._expires_ns,
+            self._heartbeat_ns,
+        )
         self.outstanding += n
         reply = f"{self._epoch_inbox}.{self._pulls}"
         wire.send_nowait(self._mesh.nc, (wire.frame(OutMessage(self._next, body), reply),))
@@ -161,7 +172,7 @@ class PullConsumer:
             self.outstanding = max(0, self.outstanding - int(lost or 0))
             if status == "404":
                 self.pending = 0
-            if status == "409":
+            if status == "409" and not text.startswith(_FULL):
                 self._later("pull was ended", text)
             else:
                 self._on_demand_lost()
@@ -228,7 +239,8 @@ class PullConsumer:
 class BatchConsumer:
     """Deliveries in lists, for whoever works by transaction.
 
-    Holds at most `window` messages that are delivered or asked for and not yet given back by `release`.
+    Holds at most `window` messages that are delivered or asked for and not yet given back by `release`, and
+    asks for no more while those it holds have `WINDOW_BYTES` (so twice that is the most that can be here).
     A list is given out when `batch` are there, or `wait_s` after its first.
     """
 
@@ -237,6 +249,8 @@ class BatchConsumer:
         self._wait_s = wait_s
         self._window = window or 2 * batch
         self._held = 0
+        self._held_bytes = 0
+        self._pull_bytes = max(MIN_PULL_BYTES, WINDOW_BYTES * batch // (2 * self._window))
         self._ready: list[Delivery] = []
         self._arrived = asyncio.Event()
         self._stopped = False
@@ -253,21 +267,25 @@ class BatchConsumer:
         self._stopped = True
         self._arrived.set()
 
-    def release(self, n: int) -> None:
-        """`n` of the messages given out are settled: as many may be asked for."""
-        self._held -= n
+    def release(self, settled: Sequence[Delivery]) -> None:
+        """These messages, given out before, are settled: as many may be asked for."""
+        self._held -= len(settled)
+        self._held_bytes -= sum(len(d.data) for d in settled)
         self._refill()
 
     def _on_delivery(self, delivery: Delivery) -> None:
         self._held += 1
+        self._held_bytes += len(delivery.data)
         self._ready.append(delivery)
         self._arrived.set()
 
     def _refill(self) -> None:
+        if self._held_bytes >= WINDOW_BYTES:
+            return
         free = self._window - self._held - self._consumer.outstanding
         # Half a batch at a time, so that pulls are few; an idle consumer has its whole window open.
         if not self._stopped and (free >= max(1, self._batch // 2) or self._consumer.outstanding == 0):
-            self._consumer.ask(free)
+            self._consumer.ask(free, max_bytes=self._pull_bytes)
 
     async def __aiter__(self) -> AsyncIterator[list[Delivery]]:
         while True:
