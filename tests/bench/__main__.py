@@ -14,10 +14,12 @@ Parts:
     feed     tokens/s of an engine fed by the queue ÷ preloaded in memory (sim, and vLLM on a tiny model)
 
 submit, pull and landing take half of --items, the raw chain a quarter (a tenth and a twentieth under safe, where the
-broker writes each ack to the disk by itself). Each service is a process of its own, started with the command line that `headrace up` uses, on a fresh broker in a temporary folder for each durability.
-The raw loops (`tests/bench/raw.py`) publish the same number of bytes and check nothing; DuckDB is measured by itself.
-Numbers are medians of the repetitions, of which there are fewer when the time is over. Nothing is tuned between
-parts. A quiet machine is worth more than repetitions: the load before the run is printed.
+broker writes each ack to the disk by itself). Each service is a process of its own, started with the command line
+that `headrace up` uses, on a fresh broker in a temporary folder for each durability. The raw loops
+(`tests/bench/raw.py`) publish the same number of bytes and check nothing; the last of their acks is confirmed, and
+acks are handled in order. DuckDB is measured by itself. Numbers are medians of the repetitions, of which there are
+fewer when the time is over. Nothing is tuned between parts. A quiet machine is worth more than repetitions: the load
+before the run is printed.
 """
 
 from __future__ import annotations

@@ -276,7 +276,28 @@ async def test_batches_hold_no_more_than_their_window(mesh: Mesh) -> None:
     assert seen == 500
 
 
-async def test_a_pull_bounded_by_bytes_ends_and_is_asked_for_again(mesh: Mesh) -> None:
+async def test_a_pull_bounded_by_bytes_that_is_served_whole_is_no_trouble(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = await fill(mesh, 1_000)
+    settler = Settler(mesh)
+    consumer = BatchConsumer(mesh, spec, batch=50, wait_s=0.0, window=100)
+    await consumer.start()
+    seen = 0
+    async for batch in consumer:
+        seen += len(batch)
+        await settler.ack_all(batch)
+        consumer.release(batch)
+        if seen == 1_000:
+            await consumer.stop()
+    assert [r.message for r in caplog.records] == []
+    info = await jsapi.consumer_info(mesh, spec.stream, spec.durable)
+    assert info["num_redelivered"] == 0
+
+
+async def test_a_pull_bounded_by_bytes_ends_and_is_asked_for_again(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = await fill(mesh, 0)
     subject = mesh.subjects.task("f", "normal", 6, "j")
     for _ in range(6):
@@ -293,6 +314,7 @@ async def test_a_pull_bounded_by_bytes_ends_and_is_asked_for_again(mesh: Mesh) -
     consumer.ask(6, max_bytes=250_000)
     await until(lambda: len(got) == 6)
     assert lost[:2] == [0, 0]
+    assert caplog.records == []
     await consumer.stop()
 
 

@@ -162,6 +162,11 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}" + END)] | None = None
     task: Task | None = None
 
+    @property
+    def text(self) -> str:
+        """Text of the first choice; empty where there is none."""
+        return self.choices[0].text if self.choices else ""
+
 
 # --- the life of a job ------------------------------------------------------------------------------
 

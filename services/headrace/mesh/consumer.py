@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -26,11 +27,12 @@ log = logging.getLogger("headrace.mesh.consumer")
 
 PULL_EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
-STOP_WITHIN_S = 2.0
+DROP_WITHIN_S = 2.0
 WINDOW_BYTES = 64 << 20
 MIN_PULL_BYTES = 8 << 20
 _SHORT_ACK_TOKENS = 9
-_FULL = "message size exceeds maxbytes"
+_ENDED = ("message size exceeds maxbytes", "batch completed")
+"""Ordinary ends of a pull that is bounded in bytes."""
 _SHUT = (
     "leadership change",
     "server shutdown",
@@ -123,11 +125,7 @@ class PullConsumer:
             self._timer.cancel()
         if self._resetting:
             self._resetting.cancel()
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None and self._mesh.connected:
-            with contextlib.suppress(nats.errors.Error, TimeoutError):  # gone meanwhile: so are the pulls
-                async with asyncio.timeout(STOP_WITHIN_S):
-                    await subscription.drain()
+        await self._drop_inbox()
         self.outstanding = 0
 
     def ask(self, n: int, *, max_bytes: int = 0) -> None:
@@ -138,7 +136,7 @@ class PullConsumer:
         if self._stopped or n <= 0 or not self._subscription:
             return
         if self.outstanding == 0:
-            self._heard = asyncio.get_running_loop().time()
+            self._heard = time.monotonic()
         self._pulls += 1
         limits = b'%d,"max_bytes":%d' % (n, max_bytes) if max_bytes else b"%d" % n
         body = b'{"batch":%b,"expires":%d,"idle_heartbeat":%d}' % (
@@ -152,7 +150,7 @@ class PullConsumer:
 
     # --- what arrives ------------------------------------------------------------------------------
     async def _on_message(self, msg: Msg) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._heard = time.monotonic()
         if msg.reply.startswith("$JS.ACK."):
             self._failures = 0
             if self.outstanding > 0:
@@ -172,7 +170,7 @@ class PullConsumer:
             self.outstanding = max(0, self.outstanding - int(lost or 0))
             if status == "404":
                 self.pending = 0
-            if status == "409" and not text.startswith(_FULL):
+            if status == "409" and not text.startswith(_ENDED):
                 self._later("pull was ended", text)
             else:
                 self._on_demand_lost()
@@ -219,9 +217,12 @@ class PullConsumer:
         )
 
     async def _drop_inbox(self) -> None:
+        """Unsubscribe; what is on its way is still delivered, else it would wait for the end of its lease."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None and not self._mesh.nc.is_closed:
-            await subscription.unsubscribe()
+            with contextlib.suppress(nats.errors.Error, TimeoutError):  # gone meanwhile: so are the pulls
+                async with asyncio.timeout(DROP_WITHIN_S):
+                    await subscription.drain()
 
     def _arm(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._check)
@@ -230,7 +231,7 @@ class PullConsumer:
         """Health is receiving, not TCP: a consumer can be deaf while the connection is fine."""
         if self._stopped:
             return
-        silent_s = asyncio.get_running_loop().time() - self._heard
+        silent_s = time.monotonic() - self._heard
         if self.outstanding and self._mesh.connected and silent_s > 2 * self._heartbeat_s:
             self._later("consumer is silent", f"nothing for {silent_s:.0f} s")
         self._arm()

@@ -190,6 +190,8 @@ async def _run(factory: Callable[[Settings], Service], settings: Settings) -> in
     ready = os.environ.get("HEADRACE_READY_FILE")
     if ready:
         write_ready_file(Path(ready))
+    gc.collect()
+    gc.freeze()  # modules and settings live as long as the process: no collection needs to walk them
     log.info("ready")
     await service.run_until_stopped()
     with contextlib.suppress(asyncio.CancelledError):

@@ -75,6 +75,7 @@ class Settler:
         self._waiting: list[tuple[Delivery, Done, asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
         self._ackers: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def settle(self, delivery: Delivery, outcome: Outcome) -> None:
         """Carry `outcome` out and return when the broker has confirmed it.
@@ -92,10 +93,12 @@ class Settler:
 
     def begin(self, delivery: Delivery, outcome: Done) -> asyncio.Future[None]:
         """`settle` without waiting: the future is done when the ack is confirmed. Sizes are the caller's care."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # once: each call asks the kernel for the process id
+        future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append((delivery, outcome, future))
         if self._flusher is None or self._flusher.done():
-            self._flusher = asyncio.get_running_loop().create_task(self._flush())
+            self._flusher = self._loop.create_task(self._flush())
         return future
 
     async def drain(self) -> None:

@@ -1,0 +1,96 @@
+"""What the README shows is run as it stands, against a mesh with the echo engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.test_whole_mesh import nats_request
+from tests.cli.harness import Up, clean_environment
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of `language`, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]]:
+    """A mesh, and a folder to run commands in that has the examples."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    up = Up(folder / ".headrace")
+    yield up, folder
+    up.kill()
+
+
+def environment(**more: str) -> dict[str, str]:
+    """With the command of this environment first on PATH."""
+    scripts = str(Path(sys.executable).parent)
+    return clean_environment(PATH=f"{scripts}{os.pathsep}{os.environ['PATH']}", **more)
+
+
+def test_the_tour_and_the_python_example(mesh: tuple[Up, Path]) -> None:
+    _, folder = mesh
+    tour = next(b for b in blocks("sh") if "headrace submit" in b)
+    commands = [line.partition("#")[0].strip() for line in tour.splitlines() if line.startswith("headrace ")]
+    assert len(commands) >= 7
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, (command, done.returncode, done.stdout, done.stderr)
+    assert len((folder / "first.jsonl").read_text().splitlines()) == 132
+    [example] = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 132
+
+
+def test_the_front_door_examples(mesh: tuple[Up, Path]) -> None:
+    up, _ = mesh
+    block = next(b for b in blocks("sh") if "nats request" in b)
+    requests = re.findall(r"^nats request (\S+) '(.*)'$", block, re.MULTILINE)
+    assert [subject for subject, _ in requests] == ["hr.api.submit", "hr.api.result"]
+    code, receipt = nats_request(up, *requests[0])
+    assert code == "200"
+    code, result = nats_request(
+        up, requests[1][0], requests[1][1].replace("JOB-OF-THE-RECEIPT", receipt["job"])
+    )
+    assert code == "200"
+    assert "The capital of France is" in json.dumps(result)
+
+
+def test_the_first_two_commands_install_then_demo_and_test() -> None:
+    install, test = blocks("sh")[:2]
+    assert install.strip().endswith("headrace demo")
+    assert test.strip().endswith('not vllm"')
+    for line in (install, test):
+        assert len(line.strip().splitlines()) == 1
+        for path in re.findall(r"-r (\S+)", line):
+            assert (ROOT / path).is_file()
