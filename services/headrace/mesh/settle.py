@@ -26,6 +26,7 @@ from headrace.mesh import wire
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
+from headrace.mesh.heads import HeadPurge
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.publisher import publish, publish_all
 from headrace.mesh.wire import OutMessage
@@ -76,6 +77,8 @@ class Settler:
         self._flusher: asyncio.Task[None] | None = None
         self._ackers: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._heads = HeadPurge(mesh)
+        self._in_turn = asyncio.Lock()
 
     async def settle(self, delivery: Delivery, outcome: Outcome) -> None:
         """Carry `outcome` out and return when the broker has confirmed it.
@@ -163,7 +166,8 @@ class Settler:
 
     async def _ack_group(self, group: _Group) -> None:
         try:
-            await self.ack_all(group.deliveries)
+            async with self._in_turn:  # a run begins where the acked one before it ended
+                await self.ack_all(group.deliveries)
         except HeadraceError as e:
             _fail(group.futures, e)
             return
@@ -174,6 +178,7 @@ class Settler:
 
     async def ack_all(self, deliveries: Sequence[Delivery]) -> None:
         """Ack all and return when the broker has confirmed it; raise `Unavailable` after five tries."""
+        await self._heads.remove(deliveries)
         last: dict[str, Delivery] = {d.consumer: d for d in deliveries}
         for attempt in range(ACK_TRIES):
             try:

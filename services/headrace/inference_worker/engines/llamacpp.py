@@ -21,6 +21,7 @@ from headrace.inference_worker.engines.checks import (
     unsupported,
 )
 from headrace.inference_worker.engines.llamacpp_answer import Answer, decode_chunk
+from headrace.inference_worker.engines.llamacpp_http import Stream
 from headrace.inference_worker.engines.llamacpp_request import build_request, check_parameters, json_schema
 from headrace.inference_worker.engines.llamacpp_server import LlamaServer, LlamaSettings, restore_signals
 from headrace.inference_worker.engines.options import EngineOptions, Extras
@@ -34,13 +35,19 @@ DEFAULT_CONTEXT: Final = 512
 class _Run:
     """One item under way: why it must stop, if it must."""
 
-    __slots__ = ("answer", "stop", "unreadable", "work")
+    __slots__ = ("answer", "stop", "stream", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.answer = Answer(work)
         self.stop = ""
-        self.unreadable = ""
+        self.stream: Stream | None = None
+
+    def end(self, why: str) -> None:
+        """From the event loop: the slot's thread sees `stop` if it has not begun, and its stream ended if it has."""
+        self.stop = self.stop or why
+        if self.stream is not None:
+            self.stream.stop()
 
 
 class LlamaCppEngine:
@@ -48,7 +55,8 @@ class LlamaCppEngine:
 
     `options.model` is a GGUF file; without one, the demo's weights are fetched (`weights.fetch_demo_weights`).
     Settings: `gpu_layers` (-1: all that fit), `batch` (prompt tokens of one step), `prompt_cache` (a slot reuses
-    the prefix of its last prompt), `verbosity`. A cancelled item stops at its next token; its slot is busy till then.
+    the prefix of its last prompt), `verbosity`. A cancelled item frees its thread at once; llama.cpp drops it within a
+    second, after the batch that it computes.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -116,7 +124,7 @@ class LlamaCppEngine:
         server, self._server = self._server, None
         pool, self._pool = self._pool, None
         for run in list(self._runs):
-            run.stop = "the engine was stopped"
+            run.end("the engine was stopped")
         if pool is not None:
             await asyncio.to_thread(pool.shutdown, wait=True)
         if server is not None:
@@ -160,14 +168,12 @@ class LlamaCppEngine:
         try:
             await asyncio.get_running_loop().run_in_executor(pool, self._run_in_slot, run)
         except BaseException:
-            run.stop = run.stop or "the item was cancelled"
+            run.end("the item was cancelled")
             raise
         finally:
             self._runs.discard(run)
         if run.stop:
             raise EngineDied(run.stop)
-        if run.unreadable:
-            raise ItemFailed("engine_error", run.unreadable)
         return run.answer.output()
 
     def tokens_generated(self) -> int:
@@ -192,29 +198,31 @@ class LlamaCppEngine:
             return
         with self._lock:
             self._busy += 1
-        answer = run.answer
-
-        def on_chunk(data: bytes) -> bool:
-            if run.stop:
-                return True
-            try:
-                brought = answer.add(decode_chunk(data))
-            except (msgspec.MsgspecError, IndexError) as e:
-                # What is raised in here, its C++ side takes for a wish to stop, and says nothing.
-                run.unreadable = f"llama.cpp sent an event that cannot be read: {e}"
-                return True
-            if brought:
-                with self._lock:
-                    self._tokens += brought
-            return False
-
         try:
             request = build_request(run.work, seed=self._options.seed, cache_prompt=self._cache_prompt)
-            server.answer(request, chat=isinstance(run.work.prompt, ChatPrompt), on_chunk=on_chunk)
+            run.stream = stream = server.stream(request, chat=isinstance(run.work.prompt, ChatPrompt))
+            if run.stop:
+                return
+            try:
+                for data in stream.events():
+                    self._take(run, data)
+            finally:
+                stream.stop()
         finally:
             with self._lock:
                 self._busy -= 1
                 self._items += 1
+
+    def _take(self, run: _Run, data: bytes) -> None:
+        try:
+            brought = run.answer.add(decode_chunk(data))
+        except (msgspec.MsgspecError, IndexError) as e:
+            raise ItemFailed(
+                "engine_error", f"llama.cpp sent an event that cannot be read: {e}: {data[:200]!r}"
+            ) from e
+        if brought:
+            with self._lock:
+                self._tokens += brought
 
 
 def _weights(model: str | None) -> Path:
