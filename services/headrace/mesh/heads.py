@@ -30,7 +30,7 @@ REST_S = 60.0
 def head_run(deliveries: Iterable[Delivery], floor: int) -> list[Delivery]:
     """The longest run of first deliveries that begins right after `floor`, a consumer's delivery number."""
     run: list[Delivery] = []
-    for delivery in sorted(deliveries, key=lambda d: d.consumer_seq):
+    for delivery in sorted((d for d in deliveries if d.consumer_seq > floor), key=lambda d: d.consumer_seq):
         if delivery.consumer_seq != floor + 1 or delivery.delivered != 1:
             break
         run.append(delivery)
