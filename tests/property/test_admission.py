@@ -226,3 +226,38 @@ def test_urgent_work_passes_a_bulk_backlog_and_bulk_does_not_starve(slots: int, 
     assert came.count(bulk) <= 300 / 16 + slots + 2
     if slots < 16:
         assert came.count(bulk) >= 300 / 16 - slots - 2
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 2_000), max_size=30))
+def test_the_queue_is_as_deep_as_the_pace_needs_and_no_deeper(slots: int, finished: list[int]) -> None:
+    ledger = TokenLedger(capacity_tokens=0, slots=slots, queues=True)
+    least = ledger.slot_limit
+    for count in finished:
+        for _ in range(count):
+            ledger.admit(Cost(1))
+            ledger.release(Cost(1))
+        ledger.pace(1.0)
+        assert least <= ledger.slot_limit <= max(least, 2 * slots)
+    for _ in range(20):
+        ledger.pace(1.0)  # nothing finishes any more
+    assert ledger.slot_limit <= least + 1
+
+
+def test_a_fast_engine_gets_a_tenth_of_a_second_of_work_and_a_slow_one_an_eighth_of_its_slots() -> None:
+    fast, slow = (TokenLedger(capacity_tokens=0, slots=64, queues=True) for _ in range(2))
+    for ledger, per_second in ((fast, 320), (slow, 2)):
+        for _ in range(40):
+            for _ in range(per_second):
+                ledger.admit(Cost(1))
+                ledger.release(Cost(1))
+            ledger.pace(1.0)
+    assert (fast.slot_limit, slow.slot_limit) == (96, 72)
+
+
+def test_an_engine_without_a_queue_gets_none() -> None:
+    ledger = TokenLedger(capacity_tokens=0, slots=8)
+    for _ in range(1_000):
+        ledger.admit(Cost(1))
+        ledger.release(Cost(1))
+    ledger.pace(0.1)
+    assert ledger.slot_limit == 8

@@ -3,7 +3,8 @@
 What finishes calls `wake`, and one plan is made for each turn of the loop however many finished in it. The
 feeder also keeps what it believes of each backlog from going stale: a consumer that is said to have work and
 delivers none for two sweeps has been emptied by others (a pull on a backlog is answered within a round trip),
-so its pulls no longer count in the budget, and other consumers are asked.
+so its pulls no longer count in the budget, and other consumers are asked. The same sweep fits the depth of the
+engine's queue to its pace.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class Feeder:
 
     def _sweep_once(self) -> None:
         self._sweep = None
+        self._ledger.pace(SWEEP_S)
         emptied = False
         for source in self._sources:
             if source.heard:

@@ -17,6 +17,10 @@ QUEUE_DEPTH: Final = 1.125
 """Items sent to an engine that queues, for each of its slots. Measured on vLLM with 64 slots: a window of 48
 gives 0.80 of the preloaded batch, 64 and 72 give 1.00; the eighth more covers the way to the broker and back.
 """
+WAY_S: Final = 0.1
+"""Seconds of work that a fast engine has in its queue: the way to the broker and back on a busy machine."""
+DEEPEST: Final = 2.0
+"""Bound of all that is sent to an engine that queues, for each of its slots."""
 SLOTLESS: Final = 1_024
 """Items at once for an engine that names no number of slots."""
 
@@ -60,10 +64,15 @@ class TokenLedger:
     ) -> None:
         self.capacity = capacity_tokens or UNLIMITED
         self.counts_tokens = capacity_tokens > 0
-        self.slot_limit = ceil((slots or SLOTLESS) * QUEUE_DEPTH) if queues else slots or SLOTLESS
+        self._queues = queues
+        self._engine_slots = slots or SLOTLESS
+        self._low_water = low_water
+        self._rate = 0.0
+        self._released = 0
         self.token_limit = max(1, int(self.capacity * high_water)) if self.counts_tokens else UNLIMITED
         self._low_tokens = min(self.token_limit, max(1, int(self.capacity * low_water)))
-        self._low_slots = _low_slots(slots or SLOTLESS, self.slot_limit, low_water, queues=queues)
+        self.slot_limit = self._low_slots = 0
+        self._deepen(0.0)
         self.tokens = 0
         self.slots = 0
         self.items = 0
@@ -114,6 +123,27 @@ class TokenLedger:
         self.tokens -= cost.tokens
         self.slots -= cost.slots
         self.items -= 1
+        self._released += 1
+
+    def pace(self, seconds: float) -> None:
+        """Fit the depth of the engine's queue to the items that it finished in the last `seconds`.
+
+        An eighth of the slots lasts a slow engine for minutes and a fast one for a few milliseconds, less than the way
+        to the broker and back. So the queue has a tenth of a second of work, but never fewer items than that eighth.
+        """
+        self._rate += (self._released / seconds - self._rate) * 0.5
+        self._released = 0
+        if self._queues:
+            self._deepen(self._rate * WAY_S)
+
+    def _deepen(self, items: float) -> None:
+        slots = self._engine_slots
+        if self._queues:
+            depth = max(slots * QUEUE_DEPTH, min(slots + items, slots * DEEPEST))
+            self.slot_limit = ceil(depth)
+        else:
+            self.slot_limit = slots
+        self._low_slots = _low_slots(slots, self.slot_limit, self._low_water, queues=self._queues)
 
     def hold(self, cost: Cost) -> None:
         """Count an item that is here and does not fit yet."""
