@@ -229,7 +229,8 @@ async def test_memory_is_flat_over_100_000_rows(mesh: Mesh, settings: Settings, 
         status = await job.status()
         assert status.ok == 100_000
         assert peaks[-1] < 300
-        assert peaks[-1] < peaks[2] * 1.25
+        # A checkpoint's working memory comes and goes; a leak of one kilobyte a row would be 50 MB here.
+        assert peaks[-1] - peaks[4] < 50
         results = await jsapi.stream_info(mesh, mesh.topology.results)
         assert results["state"]["messages"] == 0
         assert codec.RESULT.name == "result/1"

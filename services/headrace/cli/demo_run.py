@@ -26,8 +26,6 @@ from headrace.contracts.errors import InvalidInput
 from headrace.mesh.settings import Settings
 
 KEPT_FOLDER = Path(".headrace-demo")
-VLLM_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What vLLM fetches for the demo: the model of the llamacpp demo, in vLLM's own format."""
 
 
 class DemoOptions(Struct, frozen=True, kw_only=True):
@@ -51,8 +49,7 @@ def run_demo(options: DemoOptions) -> int:
     with _folder(options) as folder:
         engine_choice(options.engine, folder)
         say(f"demo: a mesh in {folder}, engine {options.engine}, prompts {prompts}")
-        model = options.model or (VLLM_MODEL if options.engine == "vllm" else None)
-        with DemoMesh(folder, engine=options.engine, model=model) as mesh:
+        with DemoMesh(folder, engine=options.engine, model=options.model) as mesh:
             settings = find_settings(folder, mesh.url)
             report = run_async(_work(settings, prompts, options))
         if options.as_json:

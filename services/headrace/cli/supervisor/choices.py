@@ -38,29 +38,31 @@ def engine_choice(asked: str | None, folder: Path) -> str:
 def model_choice(engine: str, asked: str | None, folder: Path) -> str | None:
     """The model: as asked or configured, else this folder's last one of that engine.
 
-    For llamacpp without one, the demo's weights, fetched once and checked.
+    For llamacpp and vllm without one, the demo's weights in the form that each reads: fetched once and checked, and for
+    vllm made into a folder once.
     """
     model = asked or load_settings(folder, need_url=False).worker.model or _last_model(engine, folder)
     if model:
-        if (
-            engine in {"llamacpp", "vllm"}
-            and ("/" in model or model.endswith(".gguf"))
-            and not Path(model).exists()
-        ):
+        if _is_path(engine, model) and not Path(model).exists():
             raise InvalidInput(f"model {model} does not exist", field="model")
         return str(Path(model).absolute()) if Path(model).exists() else model
+    return demo_model(engine)
+
+
+def demo_model(engine: str) -> str | None:
+    """Path of the demo's weights for this engine, if it needs any; a first time shows its progress."""
+    if engine not in {"llamacpp", "vllm"}:
+        return None
+    from headrace.cli.supervisor.weights import fetch_with_progress, make_with_progress
+
+    return str((fetch_with_progress if engine == "llamacpp" else make_with_progress)(say))
+
+
+def _is_path(engine: str, model: str) -> bool:
     if engine == "vllm":
-        raise InvalidInput(
-            "engine vllm needs --model: a model folder, or a name that vLLM can fetch", field="model"
-        )
-    return fetch_weights() if engine == "llamacpp" else None
-
-
-def fetch_weights() -> str:
-    """Path of the demo's weights; a first fetch shows its progress."""
-    from headrace.cli.supervisor.weights import fetch_with_progress
-
-    return str(fetch_with_progress(say))
+        # owner/name is a model that vLLM can fetch.
+        return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
+    return engine == "llamacpp" and ("/" in model or model.endswith(".gguf"))
 
 
 def _configured(folder: Path) -> str | None:

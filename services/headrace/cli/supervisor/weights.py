@@ -1,4 +1,4 @@
-"""The demo's weights, fetched with something to look at meanwhile."""
+"""The demo's weights, fetched or made with something to look at meanwhile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
+from headrace.inference_worker.engines.vllm_weights import demo_model_folder
 from headrace.inference_worker.engines.weights import fetch_demo_weights
 
 
+class _Get(Protocol):
+    def __call__(self, *, progress: Callable[[str], None]) -> Path: ...
+
+
 def fetch_with_progress(say: Callable[[str], None]) -> Path:
-    """The path of the demo's weights. A first fetch takes as long as 93 MB take; a line now and then says so."""
+    """The path of the demo's weights for llamacpp. A first fetch takes as long as 93 MB take; a line now and then
+    says so.
+    """
+    return _with_ticks(fetch_demo_weights, say)
+
+
+def make_with_progress(say: Callable[[str], None]) -> Path:
+    """The folder of the demo's model for vllm: fetched, then made, once; half a minute, and a line now and then."""
+    return _with_ticks(demo_model_folder, say)
+
+
+def _with_ticks(get: _Get, say: Callable[[str], None]) -> Path:
     done = threading.Event()
     ticker: threading.Thread | None = None
 
@@ -24,7 +41,7 @@ def fetch_with_progress(say: Callable[[str], None]) -> Path:
             ticker.start()
 
     try:
-        return fetch_demo_weights(progress=progress)
+        return get(progress=progress)
     finally:
         done.set()
         if ticker is not None:
@@ -36,7 +53,7 @@ def _tick(done: threading.Event, say: Callable[[str], None]) -> None:
     began = time.monotonic()
     in_place = sys.stderr.isatty()
     while not done.wait(0.5 if in_place else 10.0):
-        elapsed = f"fetching: {time.monotonic() - began:.0f} s"
+        elapsed = f"working: {time.monotonic() - began:.0f} s"
         if in_place:
             sys.stderr.write(f"\r{elapsed}")
             sys.stderr.flush()

@@ -55,8 +55,8 @@ class LlamaCppEngine:
 
     `options.model` is a GGUF file; without one, the demo's weights are fetched (`weights.fetch_demo_weights`).
     Settings: `gpu_layers` (-1: all that fit), `batch` (prompt tokens of one step), `prompt_cache` (a slot reuses
-    the prefix of its last prompt), `verbosity`. A cancelled item frees its thread at once; llama.cpp drops it within a
-    second, after the batch that it computes.
+    the prefix of its last prompt), `verbosity`. A cancelled item frees its thread at once; its slot is free at its next
+    token, or, in the midst of its prompt, once llama.cpp has had nothing to say to anybody for a second.
     """
 
     def __init__(self, options: EngineOptions) -> None:

