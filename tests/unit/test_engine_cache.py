@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,11 @@ def test_the_lock_is_held_for_as_long_as_a_child_that_makes(tmp_path: Path) -> N
 
 # --- the folder of a socket -------------------------------------------------------------------------
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder with a short path, as sockets need."""
+    with tempfile.TemporaryDirectory(prefix="hr-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def age(folder: Path) -> None:

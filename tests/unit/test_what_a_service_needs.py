@@ -36,7 +36,7 @@ def test_contracts_import_msgspec_only() -> None:
     code = (
         "import sys\nbefore = set(sys.modules)\nimport headrace.contracts.api, headrace.contracts.topology\n"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
-        "print(sorted(new))"
+        "print(sorted(new - {'typing_extensions'}))"  # msgspec itself looks whether it is there
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
