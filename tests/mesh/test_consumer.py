@@ -48,13 +48,19 @@ async def fill(mesh: Mesh, n: int, ack_wait_s: float = 30.0) -> ConsumerSpec:
     return spec
 
 
-async def test_delivers_what_was_asked_and_no_more(mesh: Mesh) -> None:
-    spec = await fill(mesh, 100)
+async def leased(mesh: Mesh, spec: ConsumerSpec, n: int) -> tuple[PullConsumer, list[Delivery]]:
+    """A started consumer and `n` messages that it was delivered."""
     got: list[Delivery] = []
     consumer = PullConsumer(mesh, spec, got.append)
     await consumer.start()
-    consumer.ask(7)
-    await until(lambda: len(got) == 7)
+    consumer.ask(n)
+    await until(lambda: len(got) == n)
+    return consumer, got
+
+
+async def test_delivers_what_was_asked_and_no_more(mesh: Mesh) -> None:
+    spec = await fill(mesh, 100)
+    consumer, got = await leased(mesh, spec, 7)
     assert (consumer.outstanding, consumer.pending) == (0, 93)
     assert [d.data for d in got] == [b"%d" % i for i in range(7)]
     assert got[0].delivered == 1
@@ -120,11 +126,7 @@ async def test_retry_comes_back_after_its_delay_and_counts(mesh: Mesh) -> None:
 async def test_reject_keeps_the_raw_message(mesh: Mesh) -> None:
     spec = await fill(mesh, 2)
     settler = Settler(mesh)
-    got: list[Delivery] = []
-    consumer = PullConsumer(mesh, spec, got.append)
-    await consumer.start()
-    consumer.ask(2)
-    await until(lambda: len(got) == 2)
+    consumer, got = await leased(mesh, spec, 2)
     await settler.settle(got[0], Reject("not a task/1: broken\r\nline"))
     await settler.settle(got[1], Done())
     letter = await jsapi.last_message(mesh, mesh.topology.dead, mesh.subjects.dead(spec.stream))
@@ -140,11 +142,7 @@ async def test_reject_keeps_the_raw_message(mesh: Mesh) -> None:
 async def test_cancelled_settle_that_has_begun_still_completes(mesh: Mesh) -> None:
     spec = await fill(mesh, 1)
     settler = Settler(mesh)
-    got: list[Delivery] = []
-    consumer = PullConsumer(mesh, spec, got.append)
-    await consumer.start()
-    consumer.ask(1)
-    await until(lambda: len(got) == 1)
+    consumer, got = await leased(mesh, spec, 1)
     task = asyncio.ensure_future(
         settler.settle(got[0], Done((OutMessage(mesh.subjects.result("job", "f", "j"), b"r"),)))
     )
@@ -159,11 +157,7 @@ async def test_cancelled_settle_that_has_begun_still_completes(mesh: Mesh) -> No
 async def test_too_large_result_is_refused_and_neighbours_settle(mesh: Mesh) -> None:
     spec = await fill(mesh, 2)
     settler = Settler(mesh)
-    got: list[Delivery] = []
-    consumer = PullConsumer(mesh, spec, got.append)
-    await consumer.start()
-    consumer.ask(2)
-    await until(lambda: len(got) == 2)
+    consumer, got = await leased(mesh, spec, 2)
     subject = mesh.subjects.result("job", "f", "j")
     big = settler.settle(got[0], Done((OutMessage(subject, b"x" * 2_000_000),)))
     small = settler.settle(got[1], Done((OutMessage(subject, b"x"),)))

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from headrace.contracts.topology import ConsumerSpec
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
-from headrace.mesh.consumer import Delivery, PullConsumer
 from headrace.mesh.heads import HeadPurge, head_run
 from headrace.mesh.provision import create_consumer, provision
 from headrace.mesh.publisher import OutMessage, publish_all
 from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
 from headrace.mesh.settle import Settler
-from tests.mesh.test_consumer import until
+from tests.mesh.test_consumer import leased
 
 
 @pytest.fixture
@@ -47,16 +46,6 @@ async def fill(mesh: Mesh, n: int) -> ConsumerSpec:
     return spec
 
 
-async def pull(mesh: Mesh, spec: ConsumerSpec, n: int) -> tuple[PullConsumer, list[Delivery]]:
-    """`n` leased messages."""
-    got: list[Delivery] = []
-    consumer = PullConsumer(mesh, spec, got.append)
-    await consumer.start()
-    consumer.ask(n)
-    await until(lambda: len(got) == n)
-    return consumer, got
-
-
 async def left(mesh: Mesh, spec: ConsumerSpec) -> int:
     """Messages of the consumer that are in the stream."""
     return await jsapi.count_subject(mesh, spec.stream, spec.filter_subject)
@@ -65,7 +54,7 @@ async def left(mesh: Mesh, spec: ConsumerSpec) -> int:
 @pytest.mark.anyio
 async def test_a_run_goes_by_one_purge_and_others_stay(safe: Mesh, nats_server: NatsServer) -> None:
     spec = await fill(safe, 1_000)
-    consumer, got = await pull(safe, spec, 600)
+    consumer, got = await leased(safe, spec, 600)
     assert await HeadPurge(safe).remove(got[:500]) == 500
     assert await left(safe, spec) == 500
     settler = Settler(safe)
@@ -87,14 +76,14 @@ async def test_a_run_goes_by_one_purge_and_others_stay(safe: Mesh, nats_server: 
 @pytest.mark.anyio
 async def test_nothing_that_another_holds_is_ever_removed(safe: Mesh) -> None:
     spec = await fill(safe, 500)
-    one, held = await pull(safe, spec, 3)
-    two, got = await pull(safe, spec, 400)
+    one, held = await leased(safe, spec, 3)
+    two, got = await leased(safe, spec, 400)
     purge = HeadPurge(safe)
     assert await purge.remove(got) == 0  # the three before them are leased to somebody else
     await Settler(safe).ack_all(got)
     assert await left(safe, spec) == 100
     await Settler(safe).ack_all(held[1:])
-    three, more = await pull(safe, spec, 50)
+    three, more = await leased(safe, spec, 50)
     assert await purge.remove(more) == 0
     await Settler(safe).ack_all([held[0]])
     assert await purge.remove(more) == 50
@@ -106,7 +95,7 @@ async def test_nothing_that_another_holds_is_ever_removed(safe: Mesh) -> None:
 @pytest.mark.anyio
 async def test_with_holes_only_the_run_before_the_first_is_removed(safe: Mesh) -> None:
     spec = await fill(safe, 500)
-    consumer, got = await pull(safe, spec, 300)
+    consumer, got = await leased(safe, spec, 300)
     kept = got[100]
     settled = [d for d in got if d is not kept]
     random.Random(7).shuffle(settled)
@@ -121,7 +110,7 @@ async def test_with_holes_only_the_run_before_the_first_is_removed(safe: Mesh) -
 @pytest.mark.anyio
 async def test_limits_streams_and_the_relaxed_profile_are_left_alone(mesh: Mesh) -> None:
     spec = await fill(mesh, 500)
-    consumer, got = await pull(mesh, spec, 100)
+    consumer, got = await leased(mesh, spec, 100)
     assert await HeadPurge(mesh).remove(got) == 0
     assert await left(mesh, spec) == 500
     await consumer.stop()
