@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.harness import Up
+from headrace.inference_worker.engines import weights
+from tests.cli.harness import Up, headrace
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,49 @@ def test_tokenising_in_the_client_or_in_the_worker_gives_the_same_answers(
         answers.append([(r["output"], r["usage"]["prompt_tokens"]) for r in rows])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_the_demo_makes_its_model_for_vllm_and_answers_with_it(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    # The weights as fetched by whoever came first; what vLLM reads is made of them here, as on a fresh machine.
+    (cache / weights.FILE_NAME).symlink_to(weights.fetch_demo_weights())
+    prompts = tmp_path / "prompts.jsonl"
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"messages": [question], "max_tokens": 12, "temperature": 0}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    prompts.write_text("".join(json.dumps({"custom_id": f"q{i}", **line}) + "\n" for i in range(3)))
+    arguments = ("demo", "--engine", "vllm", "--prompts", str(prompts), "--json")
+    done = headrace(*arguments, timeout=240, HEADRACE_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert "making the demo's model for vLLM" in done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["balanced"]) == (3, True)
+    assert {"Paris" in sample["answer"] for sample in report["samples"]} == {True}
+    # The chat template came along, with the system prompt that it adds.
+    assert report["tokens_in"] == 3 * 37
+
+
+@pytest.mark.llamacpp
+@pytest.mark.timeout(300)
+def test_a_stop_does_not_wait_for_prompts_that_llamacpp_reads(tmp_path: Path) -> None:
+    """Sixteen long prompts take this engine half a minute, without a token; none of them may hold up a drain."""
+    up = Up(tmp_path / "D", "--grace", "1", engine="llamacpp")
+    try:
+        lines = [json.dumps({"prompt": f"{i} " + "river " * 400, "max_tokens": 60}) for i in range(32)]
+        path = tmp_path / "job.jsonl"
+        path.write_text("\n".join(lines))
+        up.json("submit", str(path), "--job", "long")
+        deadline = time.monotonic() + 30
+        while up.json("status", "long")["running"] < 16:
+            assert time.monotonic() < deadline, up.json("status", "long")
+        # Exit code 0: the worker ended by itself, within its grace and the margin after it.
+        assert up.stop() == 0
+        assert up.leftovers() == []
+    finally:
+        up.kill()
 
 
 @pytest.mark.llamacpp

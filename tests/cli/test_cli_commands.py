@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -55,6 +56,31 @@ def test_wrong_usage_is_two():
     assert headrace("status").returncode == 2
     assert headrace("no-such-command").returncode == 2
     assert headrace("sql", "select 1", "--max-rows", "0").returncode == 2
+
+
+def test_an_argument_that_is_no_text_is_refused():
+    done = headrace("sql", b"select '\xff'")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the argument ")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_closed_standard_streams_are_no_end(echo_mesh, ten, closed):
+    shell = f'exec "$@" {closed}'
+    status = ["status", "ten", "--json", "--dir", str(echo_mesh.folder)]
+    assert subprocess.run(["sh", "-c", shell, "sh", *HEADRACE, *status], check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_one_line(echo_mesh, ten):
+    for command in ("status", "results"):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [*HEADRACE, command, "ten", "--dir", str(echo_mesh.folder)],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 # --- finding the mesh -------------------------------------------------------------------------------
@@ -179,6 +205,12 @@ def test_a_file_that_is_not_there_is_a_clear_error(echo_mesh, tmp_path):
     assert "no.jsonl" in done.stderr
 
 
+def test_wrong_defaults_are_named(echo_mesh, ten):
+    done = echo_mesh.run("submit", str(ten), "--default", "max_tokens=-5")
+    assert done.returncode == 2
+    assert "default max_tokens: expected integer >= 1, got -5" in done.stderr
+
+
 # --- status, watch, audit ---------------------------------------------------------------------------
 
 
@@ -188,6 +220,12 @@ def test_status_has_exactly_the_promised_keys_first(echo_mesh, ten):
     assert list(found)[: len(STATUS_KEYS)] == STATUS_KEYS
     assert (found["submitted"], found["ok"], found["queued"], found["landing"]) == (10, 10, 0, 0)
     assert "completed" in echo_mesh.run("status", "ten").stdout
+
+
+def test_a_watch_with_a_timeout_tells_an_unknown_job_too(echo_mesh):
+    done = echo_mesh.run("watch", "never-heard-of", "--timeout", "0.5", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] == "unknown_job"
 
 
 def test_an_unknown_job_is_one_for_every_command(echo_mesh):
@@ -290,6 +328,12 @@ def test_a_reader_that_leaves_early_is_no_error(echo_mesh):
     assert process.stderr.read() == b""
     process.stderr.close()
     process.wait(30)
+
+
+def test_an_unknown_state_is_refused_with_the_known_ones(echo_mesh):
+    done = echo_mesh.run("jobs", "--state", "done")
+    assert done.returncode == 2
+    assert "state 'done' is unknown: use one of open, sealed" in done.stderr
 
 
 def test_jobs_are_listed_newest_first(echo_mesh, ten):

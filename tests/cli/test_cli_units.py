@@ -27,6 +27,7 @@ from headrace.cli.watch_view import straggler_text
 from headrace.cli.watching import Pace, exit_of
 from headrace.contracts.api import JobStatus
 from headrace.contracts.errors import Conflict, InvalidInput, NotFound, Refused, Unavailable
+from headrace.inference_worker.engines import vllm_weights
 from headrace.mesh.settings import CompletionSettings, Settings, WorkerSettings, read_mesh_file
 
 
@@ -200,7 +201,13 @@ def test_engine_and_model_are_as_asked_then_configured_then_as_last_time(tmp_pat
     assert engine_choice("sim", tmp_path) == "sim"
     with pytest.raises(InvalidInput, match=r"/nowhere/m\.gguf does not exist"):
         model_choice("llamacpp", "/nowhere/m.gguf", tmp_path)
-    with pytest.raises(InvalidInput, match="engine vllm needs --model"):
+    # A name may be one that vLLM can fetch; its demo model is made by packages that come with it.
+    assert model_choice("vllm", "owner/name", tmp_path) == "owner/name"
+    with pytest.raises(InvalidInput, match=r"/nowhere/model does not exist"):
+        model_choice("vllm", "/nowhere/model", tmp_path)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(vllm_weights, "find_spec", lambda _: None)
+    with pytest.raises(InvalidInput, match=r"engine vllm needs --model.*pip install torch"):
         model_choice("vllm", None, tmp_path)
 
 

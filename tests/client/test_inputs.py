@@ -66,6 +66,27 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         open_input(tmp_path)
 
 
+def test_what_the_system_does_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read: File name too long"):
+        open_input(tmp_path / ("x" * 300))
+    path = tmp_path / "in.jsonl"
+    path.write_text("{}")
+    with open_input(path) as opened:
+        path.unlink()
+        with pytest.raises(InvalidInput, match=r"in\.jsonl cannot be read"):
+            list(opened.lines.blocks())
+        with pytest.raises(InvalidInput, match=r"in\.jsonl cannot be read"):
+            opened.check_unchanged()
+    path.write_text("{}")
+
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(InvalidInput, match="cannot be read: Permission denied"):
+        open_input(path)
+
+
 def test_standard_input_is_spooled_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b'{"prompt":"a"}'))))
@@ -141,6 +162,34 @@ def test_columns_must_exist_and_be_named(tmp_path: Path) -> None:
     lines.write_text("{}")
     with pytest.raises(InvalidInput, match="only given for CSV and Parquet"):
         open_input(lines, column="a")
+
+
+def test_a_quote_that_stays_open_swallows_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('text,id\na,1\n"b,2\nc,3\n')
+    with (
+        open_input(path, column="text") as opened,
+        pytest.raises(InvalidInput, match="begins on line 3") as e,
+    ):
+        list(opened.lines.blocks())
+    assert e.value.line == 3
+
+
+def test_a_row_with_more_cells_than_columns_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text,id\nhello, world,1\na,2,\n")
+    with open_input(path, column="text") as opened:
+        assert read(opened) == [
+            (2, {"prompt": "hello", "cell 3 of 2 columns": None}),
+            (3, {"prompt": "a"}),
+        ]
+
+
+def test_a_parquet_file_that_is_none_is_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    path.write_text("text")
+    with open_input(path, column="text") as opened, pytest.raises(InvalidInput, match="no Parquet file"):
+        list(opened.lines.blocks())
 
 
 def test_an_empty_csv_has_no_rows(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_every_field_of_generation_may_stand_in_a_line() -> None:
         (b'{"prompt": "a"', "", "not JSON"),
         (b"", "", "not JSON"),
         (b'{"prompt": NaN}', "", "not JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "", "out of range"),
         (b'{"prompt": "\xff"}', "", "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "", "not JSON"),
         (b"[1]", "", "a file with one array is no JSONL"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -133,8 +135,6 @@ async def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def current_umask() -> int:
-    import os
-
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -147,6 +147,40 @@ async def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         assert caught.value.field == "out"
     with pytest.raises(InvalidInput, match="unknown: use jsonl"):
         await write_results(pages([OK]), "xml", tmp_path / "out")  # type: ignore[arg-type]
+
+
+async def test_a_device_or_a_pipe_is_written_to_and_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        await write_results(pages([OK]), "jsonl", pipe)
+        assert json.loads(os.read(reader, 10_000))["index"] == 0
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+async def test_a_link_stays_one_and_its_file_is_written(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    await write_results(pages([OK]), "jsonl", link)
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["index"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+async def test_what_the_system_refuses_is_told(tmp_path: Path) -> None:
+    for out in (Path("/proc/headrace"), tmp_path / ("x" * 300)):
+        with pytest.raises(InvalidInput, match="cannot be written") as caught:
+            await write_results(pages([OK]), "jsonl", out)
+        assert caught.value.field == "out"
+
+
+def test_an_error_without_a_message_has_one_in_openai_form() -> None:
+    line = openai_line(outcome(0, status="cancelled", error=ItemError(type="cancelled")))
+    assert line["error"] == {"code": "cancelled", "message": "the item is cancelled"}
 
 
 async def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

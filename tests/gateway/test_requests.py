@@ -86,6 +86,11 @@ def test_what_is_wrong_is_refused_by_name(fields, field):
     assert caught.value.code != "invalid"
 
 
+def test_a_name_that_is_none_is_told_as_the_command_tells_it():
+    with pytest.raises(InvalidInput, match=r"job 'a b' is not a valid name: use 1 to 128 of the characters"):
+        read(prompt="x", job="a b")
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"null", b"[]", b'"x"', b"{", b'{"prompt":"\xff"}', b"[" * 100_000, b'{"prompt":NaN}']
 )

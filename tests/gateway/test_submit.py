@@ -122,7 +122,7 @@ async def test_the_same_job_asked_for_at_once_by_many_is_one_job(mesh, gateway):
         ({"prompt_token_ids": [5, 1000]}, "invalid_item", "prompt_token_ids[1]"),
         ({"items": [{"prompt": "x"}, {"prompt": 5}]}, "invalid_item", "items[1].prompt"),
         ({"items": [{"prompt": "x", "custom_id": "a"}] * 2}, "invalid_item", "items[1].custom_id"),
-        ({"prompt": "x", "job": "a.b"}, "invalid_field", "job"),
+        ({"prompt": "x", "job": "a.b"}, "invalid_name", "job"),
         ({"prompt": "x", "function": "nope"}, "unknown_function", None),
     ],
 )

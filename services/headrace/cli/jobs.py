@@ -13,9 +13,13 @@ from headrace.cli.options import Dir, Json, Url
 from headrace.cli.output import print_json, print_table
 from headrace.cli.target import run_on_mesh
 from headrace.contracts.api import JobsRequest, JobStatus
+from headrace.contracts.errors import InvalidInput
 
 if TYPE_CHECKING:
     from headrace.mesh.connection import Mesh
+
+
+STATES = ("open", "sealed", "completed", "completed_with_errors", "cancelled")
 
 
 class JobsReply(Struct, frozen=True, kw_only=True):
@@ -31,7 +35,7 @@ def jobs(
         str | None,
         typer.Option(
             "--state",
-            help="Only those in this state (open, sealed, completed, completed_with_errors, cancelled).",
+            help=f"Only those in this state ({', '.join(STATES)}).",
         ),
     ] = None,
     folder: Dir = None,
@@ -39,6 +43,8 @@ def jobs(
     json: Json = False,
 ) -> None:
     """List jobs, newest first."""
+    if state is not None and state not in STATES:
+        raise InvalidInput(f"state {state[:80]!r} is unknown: use one of {', '.join(STATES)}", field="state")
     request = JobsRequest(limit=limit, state=state)
 
     async def fetch(mesh: Mesh) -> JobsReply:

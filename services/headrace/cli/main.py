@@ -12,8 +12,9 @@ import typer
 from headrace.cli import cancel, demo, doctor, init, jobs, results, services, sql, status, submit, up, watch
 from headrace.cli.exit_codes import EPILOG, Exit
 from headrace.cli.failures import report
+from headrace.cli.output import say
 from headrace.cli.supervisor.tether import attach_lifeline
-from headrace.contracts.errors import HeadraceError
+from headrace.contracts.errors import HeadraceError, InvalidInput
 
 app = typer.Typer(
     name="headrace",
@@ -68,6 +69,7 @@ for _name, _function, _short in _COMMANDS:
 
 def main() -> None:
     """Run the command line and exit."""
+    _open_closed_streams()
     attach_lifeline()
     sys.exit(run(sys.argv[1:]))
 
@@ -75,6 +77,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; expected errors are told in one line."""
     try:
+        _check_text(arguments)
         app(args=arguments, prog_name="headrace")
     except HeadraceError as e:
         return report(e, as_json="--json" in arguments)
@@ -83,13 +86,32 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         _quiet_stdout()
         return int(Exit.FAILED)
+    except OSError as e:  # the last resort, as for a full disk behind standard output
+        _quiet_stdout()
+        say(f"error: {e}")
+        return int(Exit.FAILED)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else int(Exit.FAILED if e.code else Exit.OK)
     return int(Exit.OK)
 
 
+def _check_text(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise InvalidInput(f"the argument {argument[:200]!r} is not UTF-8") from None
+
+
+def _open_closed_streams() -> None:
+    """Give each standard stream that was closed (`>&-`) the null device: libuv aborts on a socket with its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
 def _quiet_stdout() -> None:
-    """Nobody reads any more (`headrace sql … | head`): let the interpreter's own flush go nowhere."""
+    """Nobody takes it any more (`headrace sql … | head`): let the interpreter's own flush go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

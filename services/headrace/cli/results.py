@@ -51,7 +51,7 @@ def results(
     if format == "parquet" and out is None:
         raise InvalidInput("--format parquet needs --out FILE", field="out")
     written, status = run_on_mesh(folder, url, lambda mesh: _write(mesh, job, format, out))
-    if out is not None:
+    if out is not None and str(out) != "-":
         say(f"{written:,} results of {job} in {out}")
     if status.state not in ENDED:
         say(

@@ -113,8 +113,9 @@ def submit(
     except InvalidLines as e:
         _print_errors(e.errors, e.total, as_json=json, to_stdout=json)
         if not json:
+            lines = "lines" if e.total > 1 else "line"
             say(
-                f"error: {e.total:,} bad lines, nothing was stored; mend them, or take the good ones with --skip-bad"
+                f"error: {e.total:,} bad {lines}, nothing was stored; mend them, or go without them by --skip-bad"
             )
         raise typer.Exit(Exit.INVALID) from None
     except KeyboardInterrupt:

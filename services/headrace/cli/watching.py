@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 ENDED: Final = frozenset({"completed", "completed_with_errors", "cancelled"})
 APPEARS_WITHIN_S: Final = 3.0
 """A job that was opened a moment ago may not be known to completion yet."""
+
+_ONE_READING_S: Final = 1.0
+"""What a reading may take however little time is left, so that there is one to show."""
 
 
 class Pace:
@@ -88,14 +92,18 @@ async def follow(
     away, known = False, False
     pause = min(0.05, interval_s)  # short jobs end soon: look often at first
     while True:
+        left_s = None if deadline is None else max(_ONE_READING_S, deadline - time.monotonic())
         try:
-            status = await job_status(mesh, job)
+            async with asyncio.timeout(left_s):
+                status = await job_status(mesh, job)
+        except TimeoutError:
+            return None
         except Unavailable as e:
             if not away:
                 trouble(f"{e}; trying again")
             away = True
         except NotFound:
-            if known or time.monotonic() - began > APPEARS_WITHIN_S:
+            if known or time.monotonic() >= min(began + APPEARS_WITHIN_S, deadline or math.inf):
                 raise
         else:
             if away:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, Protocol, Self
 
-from headrace.client.lines import MAX_LINE, Block, split_lines
+from headrace.client.lines import MAX_LINE, Block, readable, split_lines
 from headrace.client.spool import Rows, Spool, spool_rows, spool_stream
 from headrace.client.tables import CsvInput, ParquetInput
 from headrace.contracts.errors import Conflict, InvalidInput, NotFound
@@ -65,7 +65,7 @@ class JsonlInput:
 
     def blocks(self, digest: Hasher | None = None) -> Iterator[Block]:
         """The lines from the start; raise `InvalidInput` for what cannot be decompressed."""
-        with self._path.open("rb") as file:
+        with readable(self._path.name), self._path.open("rb") as file:
             self._file = file
             packed = file.peek(2)[:2] == _GZIP
             stream = gzip.GzipFile(fileobj=file, mode="rb") if packed else file
@@ -105,7 +105,9 @@ class Input:
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` if the file was changed since it was opened."""
-        if _stamp(self._path) != self._stamp:
+        with readable(self.name):
+            same = _stamp(self._path) == self._stamp
+        if not same:
             msg = f"{self.name} was changed while it was read: submit a file that stays as it is"
             raise Conflict(msg, code="input_changed")
 
@@ -131,17 +133,25 @@ def open_input(
 ) -> Input:
     """Open a path, `-` (standard input), or an iterable of dicts and strings.
 
-    The format is told by the first bytes (gzip, Parquet) and the ending (`.csv`, `.tsv`), unless given. Tables
-    need the `column` that holds the prompts. Raise `NotFound` or `InvalidInput`. What must be spooled takes its time.
+    The format is told by the first bytes (gzip, Parquet) and the ending (`.csv`, `.tsv`, `.parquet`), unless
+    given. Tables need the `column` that holds the prompts. Raise `NotFound` or `InvalidInput`. What must be
+    spooled takes its time.
     """
     if not isinstance(source, str | os.PathLike):
         spool = spool_rows(source)
         return Input(JsonlInput(spool.path, max_line=max_line), spool.path, "rows", spool)
     name = os.fspath(source)
+    with readable(name):
+        return _open_path(name, input_format, column, id_column, max_line)
+
+
+def _open_path(
+    name: str, input_format: InputFormat, column: str | None, id_column: str | None, max_line: int
+) -> Input:
     path, spool = (Path(name), None) if name != "-" else (Path(), spool_stream(sys.stdin.buffer.read))
     if spool is None:
-        if not path.exists():
-            msg = f"there is no file {name}"
+        if not name or not path.exists():
+            msg = f"there is no file {name or repr(name)}"
             raise NotFound(msg, code="no_file")
         if path.is_dir():
             msg = f"{name} is a folder: give one file"
@@ -179,8 +189,9 @@ def _reader(
         head = file.read(8)
     kind = wanted
     if kind == "auto":
-        tabular = next((s for s in suffixes if s.lower() in (".csv", ".tsv")), None)
-        kind = "parquet" if head.startswith(_PARQUET) else "csv" if tabular else "jsonl"
+        endings = {s.lower() for s in suffixes}
+        tabular = "csv" if endings & {".csv", ".tsv"} else "parquet" if ".parquet" in endings else "jsonl"
+        kind = "parquet" if head.startswith(_PARQUET) else tabular
     for magic, packing in _PACKED.items():
         if head.startswith(magic):
             msg = f"{path.name} is packed with {packing}: unpack it first (gzip is read as it is)"

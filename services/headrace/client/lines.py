@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from headrace.contracts.errors import InvalidInput
@@ -25,6 +26,16 @@ class Block(NamedTuple):
 
     numbers: Sequence[int]
     lines: Sequence[bytes | None]
+
+
+@contextmanager
+def readable(name: str) -> Generator[None]:
+    """Raise `InvalidInput` (`unreadable`) for what the system says while the input `name` is read."""
+    try:
+        yield
+    except OSError as e:
+        msg = f"{name[:200]} cannot be read: {e.strerror or e}"
+        raise InvalidInput(msg, code="unreadable") from None
 
 
 def split_lines(

@@ -73,7 +73,7 @@ def _error(result: Result) -> dict[str, Any]:
     found = result.error
     error: dict[str, Any] = {
         "code": found.type if found else result.status,
-        "message": found.message if found else f"the item is {result.status}",
+        "message": (found and found.message) or f"the item is {result.status}",
     }
     if found is not None and found.field:
         error["param"] = found.field

@@ -90,6 +90,7 @@ def from_msgspec(error: Exception, raw: bytes) -> InvalidInput:
     text = str(error)
     at = _AT.search(text)
     path = at["path"] if at else ""
+    path = path if path.strip("[.]") else ""  # `[...][...]`: somewhere in it
     said = text[: at.start()] if at else text
     named = _UNKNOWN.match(said) or _MISSING.match(said)
     if named:

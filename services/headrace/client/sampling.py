@@ -83,7 +83,10 @@ class ParamsTable:
         self._sets: dict[Any, Params] = {}
         if "stop" in self._defaults:
             self._defaults["stop"] = _stop_list(self._defaults["stop"])
-        self._build({})  # wrong defaults are the caller's error, not that of line 1
+        try:
+            self._build({})  # wrong defaults are the caller's error, not that of line 1
+        except InvalidInput as e:
+            raise wrong(e.field or "", f"default {e.field}: {e}") from None
 
     def of(
         self,
@@ -108,7 +111,8 @@ class ParamsTable:
             found = self._sets.get(key)
         if found is None:
             values = (max_tokens, logprobs, _stop_list(stop), structured, *_rest(line))
-            found = self._build({n: v for n, v in zip(_NAMES, values, strict=True) if v is not None})
+            given = zip(_NAMES, values, strict=True)
+            found = self._build({n: v for n, v in given if v is not None and v != {}})
             if len(self._sets) >= _MAX_SETS:
                 self._sets.clear()
             self._sets[key] = found

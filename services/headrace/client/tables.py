@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from headrace.client.lines import MAX_LINE, Block
+from headrace.client.lines import MAX_LINE, Block, readable
 from headrace.contracts.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -39,45 +39,56 @@ class CsvInput:
         self._delimiter = delimiter
         self._packed = packed
         self._read = 0
+        self._begins = 1
 
     def blocks(self, digest: Hasher | None = None) -> Iterator[Block]:
         """The rows from the start, as plain lines; an empty file has none."""
         csv.field_size_limit(MAX_LINE)
-        with self._path.open("rb") as file:
+        with readable(self._path.name), self._path.open("rb") as file:
             stream = gzip.GzipFile(fileobj=file, mode="rb") if self._packed else file
             text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding="utf-8-sig", newline="")
-            reader = csv.reader(text, delimiter=self._delimiter)
+            # Strict, since an open quote would else make one prompt of all that follows.
+            reader = csv.reader(text, delimiter=self._delimiter, strict=True)
             try:
                 header = next(reader, None)
                 if header is not None:
                     at = _column(header, self._column, self._path.name)
                     id_at = _column(header, self._id_column, self._path.name) if self._id_column else None
-                    yield from self._rows(reader, file, at, id_at, digest)
+                    yield from self._rows(reader, file, digest, width=len(header), at=at, id_at=id_at)
             except UnicodeDecodeError:
                 msg = f"{self._path.name} is not UTF-8 after line {reader.line_num}"
                 raise InvalidInput(msg, line=reader.line_num + 1, code="not_utf8") from None
             except csv.Error as e:
-                msg = f"line {reader.line_num} is no CSV: {e}"
-                raise InvalidInput(msg, line=reader.line_num) from None
+                msg = f"the row that begins on line {self._begins} is no CSV: {e}"
+                raise InvalidInput(msg, line=self._begins) from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as e:
                 msg = f"{self._path.name} is damaged gzip: {e}"
                 raise InvalidInput(msg, code="bad_gzip") from None
 
     def _rows(
-        self, reader: Any, file: io.BufferedReader, at: int, id_at: int | None, digest: Hasher | None
+        self,
+        reader: Any,
+        file: io.BufferedReader,
+        digest: Hasher | None,
+        *,
+        width: int,
+        at: int,
+        id_at: int | None,
     ) -> Iterator[Block]:
         numbers: list[int] = []
         lines: list[bytes | None] = []
-        number = reader.line_num + 1
+        self._begins = reader.line_num + 1
         for row in reader:
             # A row that is too short has no such cell: as null it is refused with its line.
             cells = cast("list[str]", row)
             line: dict[str, Any] = {"prompt": cells[at] if at < len(cells) else None}
             if id_at is not None:
                 line["custom_id"] = cells[id_at] if id_at < len(cells) else None
-            numbers.append(number)
+            if any(cells[width:]):  # perhaps a comma without quotes cut the prompt: a field that is refused
+                line[f"cell {width + 1} of {width} columns"] = None
+            numbers.append(self._begins)
             lines.append(_encode(line) if cells else b"")
-            number = reader.line_num + 1
+            self._begins = reader.line_num + 1
             if len(lines) == _ROWS:
                 self._read = file.tell()
                 yield _block(numbers, lines, digest)

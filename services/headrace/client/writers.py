@@ -157,7 +157,8 @@ def _row(result: Result) -> dict[str, Any]:
 async def write_results(pages: AsyncIterator[list[Result]], form: ResultFormat, out: str | Path) -> int:
     """Write all `pages` to the file `out`, or to standard output for `-`; return how many outcomes.
 
-    The file is written beside its place and renamed, so that a reader never finds half of it.
+    The file is written beside its place and renamed, so that a reader never finds half of it. `InvalidInput` if the
+    place does not take it.
     """
     count = 0
     with _opened(out) as file:
@@ -190,11 +191,30 @@ def _opened(out: str | Path) -> Generator[IO[bytes]]:
         sys.stdout.buffer.flush()
         return
     path = Path(out)
-    if not path.parent.is_dir() or path.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be made: there is no folder {path.parent}"
-        msg = f"{path} {what}"
-        raise InvalidInput(msg, field="out")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        if not path.parent.is_dir() or path.is_dir():
+            what = "is a folder" if path.is_dir() else f"cannot be made: there is no folder {path.parent}"
+            msg = f"{path} {what}"
+            raise InvalidInput(msg, field="out")
+        with _written_to(path) if path.exists() and not path.is_file() else _replaced(path.resolve()) as file:
+            yield file
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        msg = f"{path} cannot be written: {e.strerror or e}"
+        raise InvalidInput(msg, field="out", code="unwritable") from None
+
+
+@contextmanager
+def _written_to(path: Path) -> Generator[IO[bytes]]:
+    """A device or a pipe is no place for another file: as root, a rename would put one there."""
+    with path.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def _replaced(path: Path) -> Generator[IO[bytes]]:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

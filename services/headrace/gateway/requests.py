@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 
 from headrace.client.jobs import new_job_name
 from headrace.contracts.errors import InvalidInput
-from headrace.contracts.names import Lane, Token, check_token
+from headrace.contracts.names import Lane, check_token
 
 MAX_ITEMS: Final = 1_000
 """Items of one request; a request is bounded by the broker's max_payload as well."""
@@ -22,12 +22,12 @@ _LINE_ONLY: Final = ("prompt", "messages", "prompt_token_ids", "row")
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """What a request says beside its items."""
+    """What a request says beside its items; the names are not checked yet."""
 
-    function: Token = "generate"
-    job: Token | None = None
+    function: str = "generate"
+    job: str | None = None
     lane: Lane = Lane.NORMAL
-    tenant: Token | None = None
+    tenant: str | None = None
     items: Annotated[list[Raw], Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
 
 
@@ -68,10 +68,10 @@ def read_request(data: bytes, tenant: str) -> Submission:
         msg = f"items mix rows and prompts: item {rows.index(not rows[0])} is of the other kind"
         raise InvalidInput(msg, field="items", code="mixed_items")
     return Submission(
-        function=envelope.function,
-        job=check_token("job", envelope.job or new_job_name()),
+        function=check_token("function", envelope.function),
+        job=new_job_name() if envelope.job is None else check_token("job", envelope.job),
         lane=envelope.lane,
-        tenant=check_token("tenant", envelope.tenant or tenant),
+        tenant=check_token("tenant", tenant if envelope.tenant is None else envelope.tenant),
         # Sorted, so that the order of an item's fields makes no other job of the same request.
         lines=[
             bytes(item["row"]) if rows[0] else msgspec.json.encode(item, order="sorted") for item in items

@@ -37,13 +37,13 @@ class Stream:
     def events(self) -> Generator[bytes]:
         """The JSON of each event, until the item ends or is stopped; a refusal is one event with `error`.
 
-        Raise `EngineDied` if the server does not answer.
+        Raise `EngineDied` if the server does not answer. One that goes away in the midst of an answer ends it early.
         """
         try:
             yield from self._events()
         except (OSError, http.client.HTTPException) as e:
             if not self._stopped:
-                raise EngineDied(f"llama.cpp ended an answer in the middle: {e!r}") from e
+                raise EngineDied(f"llama.cpp ended an item in the middle: {e!r}") from e
 
     def stop(self) -> None:
         """End the item: `events` returns at once."""

@@ -178,6 +178,7 @@ def _seal(target: Path) -> None:
     """All on disk, then the manifest, so that a folder that has one is whole after a crash too."""
     files: dict[str, int] = {}
     for path in sorted(p for p in target.iterdir() if p.is_file()):
+        path.chmod(0o644)  # the weights are written for their owner alone, and a cache may be shared
         files[path.name] = path.stat().st_size
         _sync(path)
     manifest = target / MANIFEST
