@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -436,6 +437,19 @@ def test_watch_gives_up_after_its_timeout_and_the_job_goes_on(slow_mesh, tmp_pat
     assert "had not ended after 0.5 s" in done.stderr
     assert json.loads(done.stdout)["submitted"] == 8
     assert slow_mesh.json("watch", "late")["ok"] == 8
+
+
+def test_the_timeout_of_a_watch_holds_while_completion_hangs(slow_mesh, tmp_path):
+    slow_mesh.json("submit", str(write_prompts(tmp_path / "p.jsonl", 2)), "--job", "hung")
+    pid = slow_mesh.pid("completion")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert slow_mesh.run("watch", "hung", "--timeout", "1").returncode == 5
+        assert time.monotonic() - began < 8  # a request alone waits for ten
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert slow_mesh.json("watch", "hung")["ok"] == 2
 
 
 def test_cancel_keeps_what_is_finished_and_watch_says_four(slow_mesh, tmp_path):

@@ -186,6 +186,11 @@ def test_honoured_in_chat(name: str) -> None:
         assert getattr(item.params.generation, field) == expected.get(field, default)
 
 
+def test_a_bias_for_no_token_asks_for_nothing() -> None:
+    for line in (batch_line(logit_bias={}), text_line(logit_bias={})):
+        assert decode(line).params.generation == DEFAULT_GENERATION
+
+
 @pytest.mark.parametrize("name", sorted(TEXT_HONOURED))
 def test_honoured_in_completions(name: str) -> None:
     value, expected = TEXT_HONOURED[name]
