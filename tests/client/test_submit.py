@@ -304,7 +304,7 @@ async def test_a_full_queue_that_is_drained_is_waited_for(ready: Mesh, tmp_path:
         async for batch in worker:
             seen.extend(codec.TASK.decode(d.data).index for d in batch)
             await settler.ack_all(batch)
-            worker.release(len(batch))
+            worker.release(batch)
             if len(seen) == 3_000:
                 return
 
