@@ -91,7 +91,7 @@ class Mesh:
                 await self.nc.connect(**options)
         except (OSError, TimeoutError, nats.errors.Error) as e:
             reason = self._last_error or e
-            msg = f"no broker answers at {_shown(s.url)}: {reason or type(reason).__name__}"
+            msg = f"no broker answers at {_shown(s.url)}: {str(reason) or type(reason).__name__}"
             raise Unavailable(msg) from None
         self._down = False
         await self.nc.subscribe(

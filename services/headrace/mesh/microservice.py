@@ -25,11 +25,17 @@ from headrace.contracts.errors import (
     Unavailable,
     Undecodable,
 )
+from headrace.contracts.names import TOKEN_PATTERN
 from headrace.mesh.connection import Mesh
 
 log = logging.getLogger("headrace.mesh.api")
 
 MAX_CONCURRENT = 64
+_NAMES = (
+    f"Expected `str` matching regex {TOKEN_PATTERN!r}",
+    "a name has 1 to 128 of the characters A-Z a-z 0-9 _ -",
+)
+"""A pattern tells a person nothing."""
 _STATUS: tuple[tuple[type[HeadraceError], str], ...] = (
     (InvalidInput, "400"), (Undecodable, "400"), (NotFound, "404"), (Conflict, "409"), (Refused, "422"),
     (Unavailable, "503"),
@@ -114,7 +120,7 @@ class ApiServer:
             try:
                 body = decode(request.data or b"{}")
             except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-                why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)[:300]
+                why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)[:300].replace(*_NAMES)
                 msg = f"request of {name} is wrong: {why}"
                 raise InvalidInput(msg) from None
             async with asyncio.timeout(timeout_s):
