@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from headrace.mesh.connection import Mesh
 from headrace.mesh.provision import provision
 from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
+
+
+# A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts:
+# none of them could be interrupted as by Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(
