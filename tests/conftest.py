@@ -15,7 +15,6 @@ from headrace.mesh.provision import provision
 from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
 
-
 # A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts:
 # none of them could be interrupted as by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
