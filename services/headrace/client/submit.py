@@ -1,6 +1,6 @@
 """`submit`: from a source of lines to a receipt. Resumable at every step.
 
-The path is that of DESIGN.md, "The path of a task", step 1; `submission` has the steps.
+The path is that of docs/architecture.md, "The path of a task", steps 1 to 3; `submission` has the steps.
 """
 
 from __future__ import annotations
