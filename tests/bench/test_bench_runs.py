@@ -112,5 +112,5 @@ def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
 def test_the_feed_part_runs_on_vllm(tmp_path: Path) -> None:
     _, found = bench(tmp_path, "--parts", "feed", "--vllm-python", sys.executable)
     rows = [row for row in found["rows"] if row["part"] == "feed vllm"]
-    assert len(rows) == 6
+    assert len(rows) == 8
     assert all(row["median"] > 0 for row in rows)
