@@ -110,7 +110,13 @@ class AsyncClient:
         """The outcome of one item."""
         return await results_.result(self.mesh, job, index, wait_s=wait_s)
 
-    async def write_results(self, job: str, out: str | Path, *, format: ResultFormat = "jsonl") -> int:  # noqa: A002
+    async def write_results(
+        self,
+        job: str,
+        out: str | Path,
+        *,
+        format: ResultFormat = "jsonl",  # noqa: A002  (the name users know from --format)
+    ) -> int:
         """Write the outcomes that have landed to a file (`-`: standard output); return how many."""
         return await write_results(results_.pages(self.mesh, job), format, out)
 

@@ -124,8 +124,9 @@ class Storer:
         loop = asyncio.get_running_loop()
         until = loop.time() + max(0.0, left)
         await asyncio.sleep(max(0.0, min(left, backoff_s(attempt, base=0.1))))
+        # nats-py has no event for a connection that is back.
         while not self._mesh.connected and not self._mesh.closed.is_set() and loop.time() < until:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # nats-py has no event for it
+            await asyncio.sleep(0.02)
 
     def _resume(self, at: Stored) -> None:
         """Go on from what is stored, whoever stored it."""

@@ -115,7 +115,13 @@ class Client:
         """The outcome of one item."""
         return self._run(self._client.result(job, index, wait_s=wait_s))
 
-    def write_results(self, job: str, out: str | Path, *, format: ResultFormat = "jsonl") -> int:  # noqa: A002
+    def write_results(
+        self,
+        job: str,
+        out: str | Path,
+        *,
+        format: ResultFormat = "jsonl",  # noqa: A002  (the name users know from --format)
+    ) -> int:
         """Write the outcomes that have landed to a file (`-`: standard output); return how many."""
         return self._run(self._client.write_results(job, out, format=format))
 
