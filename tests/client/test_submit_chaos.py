@@ -158,9 +158,14 @@ async def test_a_broker_that_comes_back_in_time_is_not_noticed(
 
         await until(begun)
         for _ in range(3):
+            before = await _stored(mesh)
             nats_server.kill()
             await asyncio.to_thread(nats_server.restart)
-            await asyncio.sleep(0.2)
+
+            async def went_on(before: int = before) -> bool:
+                return process.process.poll() is not None or await _stored(mesh) > before
+
+            await until(went_on)
         code, receipt = await process.finished()
         assert (code, receipt.get("submitted")) == (0, COUNT), receipt
 

@@ -124,10 +124,15 @@ async def test_the_broker_killed_while_landing(
     await job.whole(2_000)
     await job.work(range(2_000), remove=False)
     await jsapi.purge(mesh, mesh.topology.tasks, filter_=mesh.subjects.tasks_of_job("j"))
+
+    async def some_landed() -> bool:
+        left = await jsapi.count_subject(mesh, mesh.topology.results, mesh.subjects.results_of_job("j"))
+        return left < 2_000
+
     async with process(with_options(settings, batch_rows=100), tmp_path):
-        await asyncio.sleep(0.1)
+        await until(some_landed)
         nats_server.kill()
-        await asyncio.sleep(0.3)
+        await until(lambda: not mesh.connected)
         nats_server.restart()
         await until(lambda: mesh.connected)
         await assert_each_once(job, 2_000)

@@ -50,6 +50,8 @@ class Mesh:
         self.topology = Topology(self.subjects, ack_wait_s=settings.ack_wait_s, max_bytes=settings.max_bytes)
         self.nc: Any = wire.Connection()
         self.closed = asyncio.Event()
+        self.losses = 0
+        """How often the connection was lost: what was delivered before a loss may be unknown to the broker after it."""
         self._reconnected: list[Callable[[], None]] = []
         self._inbox = f"_INBOX.{self.name}.{NUID().next().decode()}"
         self._numbers = itertools.count()
@@ -184,8 +186,10 @@ class Mesh:
 
     # --- life --------------------------------------------------------------------------------------
     async def close(self) -> None:
-        """Flush what is buffered and close; safe to call twice."""
+        """Write what is buffered, if the broker is there, and close; safe to call twice."""
         if not self.nc.is_closed:
+            await wire.write_out(self.nc)
+            wire.discard(self.nc)  # the library would write it to a lost connection, and raise
             await self.nc.close()
         self.closed.set()
 
@@ -214,6 +218,7 @@ class Mesh:
     async def _on_disconnect(self) -> None:
         if not self.closed.is_set() and not self.nc.is_closed:
             self._down = True
+        self.losses += 1
         # Whoever waits for an answer of the old connection would wait in vain until the time-out.
         self._fail_waiting("the connection was lost; whether the broker acted is not known")
 

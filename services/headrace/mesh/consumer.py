@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,19 +44,23 @@ _SHUT = (
 
 
 class Delivery:
-    """One leased message. `delivered` counts its tries, 1 at first; `pending` is the backlog behind it."""
+    """One leased message. `delivered` counts its tries, 1 at first; `pending` is the backlog behind it.
+
+    `losses` is the connection's count at its delivery.
+    """
 
     __slots__ = (
-        "_msg", "ack_wait_s", "consumer", "consumer_seq", "data", "delivered", "pending",
+        "_msg", "ack_wait_s", "consumer", "consumer_seq", "data", "delivered", "losses", "pending",
         "reply", "stream", "stream_seq", "subject", "timestamp_us",
     )  # fmt: skip
 
-    def __init__(self, msg: Msg, ack_wait_s: float) -> None:
+    def __init__(self, msg: Msg, ack_wait_s: float, losses: int = 0) -> None:
         self._msg = msg
         self.subject: str = msg.subject
         self.data: bytes = msg.data
         self.reply: str = msg.reply
         self.ack_wait_s = ack_wait_s
+        self.losses = losses
         # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<ns>.<pending>, or the same
         # behind a domain and an account hash.
         parts = msg.reply.split(".")
@@ -149,13 +154,13 @@ class PullConsumer:
         wire.send_nowait(self._mesh.nc, (wire.frame(OutMessage(self._next, body), reply),))
 
     # --- what arrives ------------------------------------------------------------------------------
-    async def _on_message(self, msg: Msg) -> None:
+    async def _on_message(self, losses: int, msg: Msg) -> None:
         self._heard = time.monotonic()
         if msg.reply.startswith("$JS.ACK."):
             self._failures = 0
             if self.outstanding > 0:
                 self.outstanding -= 1
-            delivery = Delivery(msg, self.spec.ack_wait_s)
+            delivery = Delivery(msg, self.spec.ack_wait_s, losses)
             self.pending = delivery.pending
             self._on_delivery(delivery)
         elif msg.headers and msg.subject.startswith(self._epoch_inbox):
@@ -212,8 +217,9 @@ class PullConsumer:
 
     async def _new_inbox(self) -> None:
         self._epoch_inbox = self._mesh.inbox()
+        receive = functools.partial(self._on_message, self._mesh.losses)
         self._subscription = await self._mesh.nc.subscribe(
-            f"{self._epoch_inbox}.*", cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
+            f"{self._epoch_inbox}.*", cb=receive, pending_msgs_limit=0, pending_bytes_limit=0
         )
 
     async def _drop_inbox(self) -> None:

@@ -5,6 +5,10 @@ only once for a purge of the same messages (over 100,000). A purge removes whate
 so it is used only where it can match nothing but the messages of the run: those of one consumer, each delivered once,
 whose delivery numbers follow one another and the consumer's ack floor without a gap. All earlier messages of its filter
 are acked then, and later ones are behind the purge's bound. The acks follow all the same: they end the leases.
+
+Delivery numbers are compared only as one run of one broker gave them: a broker that was killed may come back with an
+older state of a consumer and give a number anew, so what was delivered before the connection was lost is acked only. So
+is everything of a replicated consumer, whose leader may change behind a connection that lasts; its acks cost no sync.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ class HeadPurge:
             return 0
         groups: defaultdict[tuple[str, str], list[Delivery]] = defaultdict(list)
         for delivery in deliveries:
-            groups[delivery.stream, delivery.consumer].append(delivery)
+            if delivery.losses == self._mesh.losses:
+                groups[delivery.stream, delivery.consumer].append(delivery)
         removed = 0
         for (stream, consumer), group in groups.items():
             if stream in self._queues and len(group) >= LEAST_RUN:
@@ -70,7 +75,7 @@ class HeadPurge:
         info = await call(self._mesh, f"CONSUMER.INFO.{stream}.{consumer}", timeout_s=2.0)
         run = head_run(group, int(info["ack_floor"]["consumer_seq"]))
         filter_ = info["config"].get("filter_subject")
-        if len(run) < LEAST_RUN or not filter_:
+        if len(run) < LEAST_RUN or not filter_ or info.get("cluster", {}).get("replicas"):
             return 0
         bound = {"filter": filter_, "seq": run[-1].stream_seq + 1}
         await call(self._mesh, f"STREAM.PURGE.{stream}", bound, timeout_s=5.0)

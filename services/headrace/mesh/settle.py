@@ -4,10 +4,9 @@
     Retry(delay)    give the message back, to be delivered again after the delay
     Reject(reason)  store the raw message among the dead letters, then terminate it
 
-Settles that arrive together are stored in one atomic batch and acked together (group commit). Acks of
-one consumer are handled by the broker in the order in which one connection sent them, so the
-confirmation of the last is the confirmation of all before it. A settle that has begun goes on when its
-caller is cancelled; one that was not begun does nothing, and redelivery is the broker's job.
+Settles that arrive together are stored in one atomic batch and acked together (group commit). A settle
+that has begun goes on when its caller is cancelled; one that was not begun does nothing, and redelivery is
+the broker's job.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError, Refused, Unavailable
 from headrace.contracts.messages import DeadLetter
 from headrace.mesh import wire
+from headrace.mesh.acks import Acker
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
-from headrace.mesh.heads import HeadPurge
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.publisher import publish, publish_all
 from headrace.mesh.wire import OutMessage
@@ -35,7 +34,6 @@ log = logging.getLogger("headrace.mesh.settle")
 
 GROUP = 500
 """Settles of one group commit at most."""
-ACK_TRIES = 5
 
 
 class Done(Struct, frozen=True):
@@ -77,7 +75,7 @@ class Settler:
         self._flusher: asyncio.Task[None] | None = None
         self._ackers: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heads = HeadPurge(mesh)
+        self._acker = Acker(mesh)
         self._in_turn = asyncio.Lock()
 
     async def settle(self, delivery: Delivery, outcome: Outcome) -> None:
@@ -167,41 +165,27 @@ class Settler:
     async def _ack_group(self, group: _Group) -> None:
         try:
             async with self._in_turn:  # a run begins where the acked one before it ended
-                await self.ack_all(group.deliveries)
+                forgotten = await self.ack_all(group.deliveries)
         except HeadraceError as e:
             _fail(group.futures, e)
             return
         crash_point("task-acked")
-        for future in group.futures:
-            if not future.done():
+        for delivery, future in zip(group.deliveries, group.futures, strict=True):
+            if delivery in forgotten:
+                _fail([future], Unavailable("the broker was restarted and has forgotten this delivery"))
+            elif not future.done():
                 future.set_result(None)
 
-    async def ack_all(self, deliveries: Sequence[Delivery]) -> None:
-        """Ack all and return when the broker has confirmed it; raise `Unavailable` after five tries."""
-        await self._heads.remove(deliveries)
-        last: dict[str, Delivery] = {d.consumer: d for d in deliveries}
-        for attempt in range(ACK_TRIES):
-            try:
-                await self._mesh.publish_frames(
-                    [
-                        wire.frame(OutMessage(d.reply, b"+ACK"))
-                        for d in deliveries
-                        if last[d.consumer] is not d
-                    ]
-                )
-                async with asyncio.TaskGroup() as group:
-                    for d in last.values():
-                        group.create_task(self._mesh.ask(OutMessage(d.reply, b"+ACK")))
-                break
-            except* Unavailable as e:
-                reason = e.exceptions[0]
-            if attempt == ACK_TRIES - 1 or self._mesh.closed.is_set():
-                msg = f"acks of {len(deliveries)} messages are not confirmed: {reason}"
-                raise Unavailable(msg)
-            await asyncio.sleep(backoff_s(attempt))
+    async def ack_all(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        """Ack all, confirmed; return those that a restarted broker has forgotten, and will deliver again.
+
+        Raise `Unavailable` if the others are not confirmed after five tries.
+        """
+        forgotten = await self._acker.ack(deliveries)
         if self._leases is not None:
             for d in deliveries:
                 self._leases.discard(d)
+        return forgotten
 
     # --- given back --------------------------------------------------------------------------------
     async def _give_back(self, delivery: Delivery, outcome: Retry | Reject) -> None:

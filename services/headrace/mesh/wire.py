@@ -127,3 +127,9 @@ async def write_out(nc: Any) -> None:
     """Return once everything that is buffered has been written to the socket (nothing while disconnected)."""
     if nc.is_connected:
         await nc._flush_pending(force_flush=True)  # noqa: SLF001
+
+
+def discard(nc: Any) -> None:
+    """Forget what is buffered."""
+    nc._pending = []  # noqa: SLF001
+    nc._pending_data_size = 0  # noqa: SLF001
