@@ -7,7 +7,7 @@ with `Nats-Service-Error` and `Nats-Service-Error-Code` headers. The gateway ser
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -63,6 +63,91 @@ class ResultsReply(Struct, frozen=True, kw_only=True):
     next: int | None = None
 
 
+class AuditRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `audit`: one job, or without one the whole tenant."""
+
+    job: Token | None = None
+
+
+class RetryRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `retry`: run the items of an ended job again whose last outcome is failed or dead and fits `where`.
+
+    `where` is a condition in SQL over the columns of `outcomes`. With `generation`, the same request again is the
+    same retry and not another one.
+    """
+
+    job: Token
+    where: Annotated[str, Meta(max_length=2_048)] = ""
+    generation: Annotated[int, Meta(ge=2, le=10_000)] | None = None
+
+
+class RetryReply(Struct, frozen=True, kw_only=True):
+    """`resubmitted` items run again as `generation`; 0 items if nothing fits (`generation` is then the last one)."""
+
+    job: str
+    generation: int
+    resubmitted: int
+
+
+class DeadRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `dead`: what was given up, newest first, or one `id`; `after` is the last page's `next`."""
+
+    job: Token | None = None
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    after: Annotated[str, Meta(max_length=256)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+class DeadEntry(Struct, frozen=True, kw_only=True):
+    """Something that was given up: an `item` whose tries are exhausted, or a `letter` that no consumer could take.
+
+    `id` is `<job>/<index>@<generation>` of an item, the letter's number in the stream of a letter. `redriven` says
+    that it runs again already. `task`, `data` (text, or base64 where it is none) and `headers` come with `id` only.
+    """
+
+    id: str
+    kind: Literal["item", "letter"]
+    reason: str
+    tries: int
+    at_us: int
+    job: str | None = None
+    index: int | None = None
+    generation: int | None = None
+    error_type: str | None = None
+    custom_id: str | None = None
+    function: str | None = None
+    worker: str | None = None
+    origin: str | None = None
+    subject: str | None = None
+    redriven: bool = False
+    task: Any = None
+    data: str | None = None
+    encoding: Literal["utf-8", "base64"] | None = None
+    headers: dict[str, str] | None = None
+
+
+class DeadReply(Struct, frozen=True, kw_only=True):
+    """A page: `next` is the `after` of the following one, None at the end."""
+
+    entries: list[DeadEntry]
+    next: str | None = None
+
+
+class RedriveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `redrive`: one `id` as `dead` names it, or all that is dead of a job."""
+
+    job: Token | None = None
+    id: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class RedriveReply(Struct, frozen=True, kw_only=True):
+    """`redriven` things go their way again: items as `generation` of `job`, a letter on its own subject."""
+
+    redriven: int
+    job: str | None = None
+    generation: int | None = None
+
+
 class QueryRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Request of `query`: one read-only statement; rows and time are bounded by the service."""
 
@@ -103,6 +188,12 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     opened_us: int = 0
     ended_us: int | None = None
     oldest_running_us: int | None = None
+    generation: int = 1
+    """Latest attempt generation: each retry is one more."""
+    cause: str | None = None
+    """Why it was ended early: `requested`, `deadline`, `failures`."""
+    reason: str | None = None
+    deadline_us: int | None = None
 
 
 class Sources(Struct, frozen=True, kw_only=True):
@@ -116,12 +207,48 @@ class Sources(Struct, frozen=True, kw_only=True):
     distinct_indices: int
 
 
+class ShapeAccount(Struct, frozen=True, kw_only=True):
+    """The account of the items of one shape (`t6`; `?` for those whose shape is not known)."""
+
+    shape: str
+    submitted: int = 0
+    ok: int = 0
+    failed: int = 0
+    dead: int = 0
+    cancelled: int = 0
+    queued: int = 0
+    landing: int = 0
+
+
 class JobAudit(JobStatus, frozen=True, kw_only=True):
-    """A status with its proof: the three sources, and what is missing as inclusive ranges of indices."""
+    """A status with its proof: the three sources, what is missing as inclusive ranges of indices, and each shape.
+
+    `doubled` are indices with more than one outcome in one generation: the primary key forbids them, and it is
+    looked all the same.
+    """
 
     balanced: bool
     missing: list[tuple[int, int]]
     sources: Sources
+    doubled: list[tuple[int, int]] = []
+    shapes: list[ShapeAccount] = []
+
+
+class TenantAudit(Struct, frozen=True, kw_only=True):
+    """The account of all jobs of a mesh together; `unbalanced` names the jobs whose own account does not balance."""
+
+    jobs: int
+    submitted: int
+    ok: int
+    failed: int
+    dead: int
+    cancelled: int
+    queued: int
+    landing: int
+    duplicates: int
+    balanced: bool
+    unbalanced: list[str]
+    shapes: list[ShapeAccount]
 
 
 class JobsRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

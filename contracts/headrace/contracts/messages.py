@@ -20,6 +20,7 @@ from headrace.contracts.names import (
     Index,
     Lane,
     Micros,
+    ShapeNumber,
     ShortText,
     Token,
     TokenId,
@@ -51,6 +52,23 @@ class ChatPrompt(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cha
     tool_choice: str | dict[str, Any] | None = None
 
 
+class Blob(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where bytes lie that are too large for a message: an object of the mesh's object store.
+
+    `digest` is `SHA-256=` and the base64url digest of the bytes, as the object store writes it.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    size: Count
+    digest: Annotated[str, Meta(max_length=128)]
+
+
+class BlobPrompt(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="blob"):
+    """A prompt that is too large for a message: `blob` holds the JSON of the prompt itself, of any other kind."""
+
+    blob: Blob
+
+
 class Row(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="row"):
     """A row for a function that is no model: any JSON value."""
 
@@ -58,6 +76,7 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="row"):
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | Row
+"""What an engine is given."""
 
 
 class Task(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,7 +90,7 @@ class Task(Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: Token
     index: Index
     function: Token
-    prompt: Prompt
+    prompt: Prompt | BlobPrompt
     params: Generation = DEFAULT_GENERATION
     params_fingerprint: Fingerprint = "0000000000000000"
     tenant: Token = "default"
@@ -161,6 +180,12 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     timings: Timings = Timings()
     trace_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}" + END)] | None = None
     task: Task | None = None
+    shape: ShapeNumber | None = None
+    """Shape of the task, as its subject said; None where it is not known (a result of an older worker)."""
+    blob: Blob | None = None
+    """The whole result, where it is too large for a message: this one has its key, its status and its usage only."""
+    input_blob: Annotated[str, Meta(max_length=512)] | None = None
+    """Name of the object that held the prompt: it goes once the item is ok."""
 
     @property
     def text(self) -> str:
@@ -183,6 +208,10 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stored: Count = 0
     consumed_lines: Count = 0
     closed: Literal["", "sealed", "cancelled"] = ""
+    shapes: dict[str, Count] = {}
+    """The stored items by shape (`t6`), so that the account can be proved for each shape."""
+    generation: GenerationNumber = 1
+    """2 and more: a retry; `stored` then counts the items that are stored again, in the order of their index."""
 
 
 class JobOpened(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
@@ -197,6 +226,10 @@ class JobOpened(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open
     source: Annotated[str, Meta(max_length=1024)] = ""
     at_us: Micros = 0
     traceparent: Annotated[str, Meta(max_length=64)] | None = None
+    deadline_us: Micros | None = None
+    """When the job is ended, whatever is left of it."""
+    max_failed: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Share of the landed items that may be failed or dead before the job is ended early."""
 
 
 class JobSealed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sealed"):
@@ -207,15 +240,33 @@ class JobSealed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="seal
     input_fingerprint: Fingerprint
     refused: Count = 0
     at_us: Micros = 0
+    shapes: dict[str, Count] = {}
+    """The items by shape (`t6`)."""
+
+
+class JobRetried(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="retried"):
+    """`count` items of an ended job run again as attempt generation `generation`; it ends anew when they have."""
+
+    job: Token
+    generation: GenerationNumber
+    count: Count
+    where: Annotated[str, Meta(max_length=2048)] = ""
+    """Which: a condition in SQL over the job's outcomes."""
+    at_us: Micros = 0
+
+
+Cause = Literal["requested", "deadline", "failures"]
+"""Why a job was ended before all its items ran: someone asked, its deadline passed, too many items failed."""
 
 
 class JobCancelled(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
-    """Someone ended the job: what is not terminal of its `count` stored items becomes `cancelled`."""
+    """The job was ended: what is not terminal of its `count` stored items becomes `cancelled`."""
 
     job: Token
     count: Count
     reason: ShortText = ""
     at_us: Micros = 0
+    cause: Cause = "requested"
 
 
 class JobCompleted(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="completed"):
@@ -229,9 +280,13 @@ class JobCompleted(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
     dead: Count = 0
     cancelled: Count = 0
     at_us: Micros = 0
+    generation: GenerationNumber = 1
+    cause: Cause | None = None
+    """Of a job that ended as `cancelled`."""
+    reason: ShortText = ""
 
 
-JobEvent = JobOpened | JobSealed | JobCancelled | JobCompleted
+JobEvent = JobOpened | JobSealed | JobRetried | JobCancelled | JobCompleted
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, omit_defaults=True):

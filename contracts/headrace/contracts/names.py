@@ -23,6 +23,7 @@ Index = Annotated[int, Meta(ge=0, lt=2**53)]
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Generation = Annotated[int, Meta(ge=1, le=10_000)]
+ShapeNumber = Annotated[int, Meta(ge=0, le=24)]
 Attempt = Annotated[int, Meta(ge=0, le=1_000_000)]
 Micros = Annotated[int, Meta(ge=0, le=2**62)]
 """Microseconds since the Unix epoch, or a duration in microseconds where the name says so."""

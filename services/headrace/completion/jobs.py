@@ -11,7 +11,7 @@ from headrace.completion.patience import renewed, write_patiently
 from headrace.completion.store import Connection, Store
 from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError, Undecodable
-from headrace.contracts.messages import JobCancelled, JobCompleted, JobEvent, JobOpened, JobSealed
+from headrace.contracts.messages import JobCancelled, JobCompleted, JobEvent, JobOpened, JobRetried, JobSealed
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery
 from headrace.mesh.crash import crash_point
@@ -97,6 +97,8 @@ def apply(
             case JobCancelled():
                 if job_rows.cancelled_event(connection, event) == "cancelling":
                     cancelling.append((event.job, event.reason))
+            case JobRetried():
+                pass
             case JobCompleted():
                 job_rows.completed(connection, event)
     return job_rows.finish_full(connection, check), cancelling

@@ -31,7 +31,7 @@ _SHAPE = """[{
 "params_fingerprint": "VARCHAR", "worker": "VARCHAR", "attempt": "INTEGER",
 "usage": {"prompt_tokens": "BIGINT", "completion_tokens": "BIGINT", "cached_tokens": "BIGINT"},
 "timings": {"submitted_us": "BIGINT", "received_us": "BIGINT", "started_us": "BIGINT", "finished_us": "BIGINT"},
-"trace_id": "VARCHAR", "chat": "BOOLEAN", "task": "JSON"}]"""
+"trace_id": "VARCHAR", "chat": "BOOLEAN", "task": "JSON", "shape": "INTEGER", "input_blob": "VARCHAR"}]"""
 
 # The messages omit what has its default value, so each default stands here once more (a test compares them).
 _INSERT = f"""
@@ -44,7 +44,7 @@ SELECT r.job, r."index", coalesce(r.generation, 1), coalesce(r.tenant, 'default'
     coalesce(r.usage.prompt_tokens, 0), coalesce(r.usage.completion_tokens, 0), coalesce(r.usage.cached_tokens, 0),
     make_timestamp(nullif(r.timings.submitted_us, 0)), make_timestamp(nullif(r.timings.received_us, 0)),
     make_timestamp(nullif(r.timings.started_us, 0)), make_timestamp(nullif(r.timings.finished_us, 0)),
-    make_timestamp($2::BIGINT), r.trace_id, coalesce(r.chat, false), r.task
+    make_timestamp($2::BIGINT), r.trace_id, coalesce(r.chat, false), r.task, r.shape, r.input_blob
 FROM (SELECT unnest(from_json($1::VARCHAR, '{_SHAPE}')) AS r)
 ON CONFLICT DO NOTHING
 RETURNING job, status, "index", generation, prompt_tokens, completion_tokens"""  # noqa: S608  (a constant)

@@ -12,7 +12,9 @@ import duckdb
 
 from headrace.contracts.errors import Conflict
 
-TABLES: Final = ("jobs", "outcomes", "dead", "queries", "schema_version")
+TABLES: Final = (
+    "jobs", "outcomes", "current_outcomes", "dead", "queries", "retries", "retry_items", "schema_version",
+)  # fmt: skip
 """What a query may read."""
 
 _JOBS = """
@@ -106,8 +108,46 @@ CREATE TABLE queries (
     took_us BIGINT
 )"""
 
+_MORE_COLUMNS = (
+    "ALTER TABLE outcomes ADD COLUMN shape INTEGER",
+    "ALTER TABLE outcomes ADD COLUMN input_blob VARCHAR",
+    "ALTER TABLE jobs ADD COLUMN generation INTEGER DEFAULT 1",
+    "ALTER TABLE jobs ADD COLUMN deadline_at TIMESTAMP",
+    "ALTER TABLE jobs ADD COLUMN max_failed DOUBLE",
+    "ALTER TABLE jobs ADD COLUMN cancel_cause VARCHAR",
+    "ALTER TABLE dead ADD COLUMN redriven_at TIMESTAMP",
+)
+
+_RETRIES = """
+CREATE TABLE retries (
+    job VARCHAR NOT NULL,
+    generation INTEGER NOT NULL,
+    count BIGINT NOT NULL,
+    condition VARCHAR NOT NULL,
+    asked_at TIMESTAMP NOT NULL,
+    stored BOOLEAN NOT NULL DEFAULT false,
+    PRIMARY KEY (job, generation)
+)"""
+
+_RETRY_ITEMS = """
+CREATE TABLE retry_items (
+    job VARCHAR NOT NULL,
+    "index" BIGINT NOT NULL,
+    generation INTEGER NOT NULL,
+    PRIMARY KEY (job, "index", generation)
+)"""
+
+# Each outcome of a generation above 1 has its row in retry_items, so an index has one current outcome, or none while
+# its latest generation is under way.
+_CURRENT = """
+CREATE VIEW current_outcomes AS
+SELECT o.* FROM outcomes AS o
+WHERE NOT EXISTS (
+    SELECT 1 FROM retry_items AS r WHERE r.job = o.job AND r."index" = o."index" AND r.generation > o.generation)"""
+
 STEPS: Final[tuple[tuple[int, str, tuple[str, ...]], ...]] = (
     (1, "jobs, outcomes, dead letters and the log of queries", (_JOBS, _OUTCOMES, _DEAD, _QUERIES)),
+    (2, "retries, shapes, deadlines and failure limits", (*_MORE_COLUMNS, _RETRIES, _RETRY_ITEMS, _CURRENT)),
 )
 """Each step: number, what it does, its statements."""
 

@@ -83,6 +83,8 @@ def resolve(item: Item, engine: Engine, spec: FunctionSpec) -> Work:
     Raise `ItemFailed` as `Engine.prepare` does.
     """
     task, delivery = item.task, item.delivery
+    if isinstance(task.prompt, BlobPrompt):
+        raise ItemFailed("unsupported_prompt", "this worker cannot fetch prompts from the object store")
     params = task.params
     work = Work(
         id=f"{task.job}/{task.index}@{task.generation}.{delivery.stream_seq}.{delivery.delivered}",
