@@ -34,6 +34,14 @@ types:
 bench *args:
     {{ bin }}/python -m tests.bench {{ args }}
 
+# A job on a mesh that is broken on purpose, and the proof: just chaos mine.jsonl --items 20000 --seconds 120
+chaos *args="examples/prompts.jsonl --items 20000":
+    {{ bin }}/headrace chaos {{ args }}
+
+# A million items with twenty SIGKILLs, and what an item costs from 10,000 to a million: about a quarter of an hour
+soak *args:
+    {{ bin }}/python -m tests.bench.soak {{ args }}
+
 # The tests that need vLLM, on the CPU build, in a second environment
 vllm *args:
     {{ python }} -m venv .venv-vllm

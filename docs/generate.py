@@ -1,4 +1,4 @@
-"""Write what `docs/` shows of the code: JSON Schemas of every message, and the table of settings.
+"""Write what `docs/` shows of the code: JSON Schemas of every message, the settings, the checks of `headrace doctor`.
 
 `python docs/generate.py` writes the files; with `--check` it writes none, names the stale ones and exits 1.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from doctor_page import doctor_text  # beside this file
 
 from headrace.contracts import api, codec
 from headrace.mesh import settings
@@ -167,6 +168,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     arguments = parser.parse_args()
     files = {**schema_files(), DOCS / "settings.md": settings_text()}
+    files[DOCS / "doctor.md"] = doctor_text(DOCS / "doctor.md")
     wrong = stale(files)
     for path in wrong:
         print("stale:" if arguments.check else "wrote:", path.relative_to(DOCS.parent))

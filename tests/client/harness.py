@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from headrace.client.acceptance import Acceptance
 from headrace.client.checking import Checked, Checker
 from headrace.client.formats import LineDecoder
 from headrace.client.inputs import Input, open_input
-from headrace.client.tasks import TaskMaker
+from headrace.client.tasks import LIMIT, TaskMaker
 from headrace.contracts import codec
-from headrace.contracts.messages import FunctionSpec, Manifest, Task
+from headrace.contracts.messages import FunctionSpec, JobSealed, Manifest, Task
 from headrace.contracts.names import Lane
 from headrace.contracts.subjects import Subjects
 from headrace.mesh.connection import Mesh
@@ -57,9 +58,16 @@ def text_line(**body: Any) -> dict[str, Any]:
 
 
 def acceptance(
-    *, max_payload: int = 1 << 20, spec: FunctionSpec = SPEC, tokeniser: Any = None, **decoder: Any
+    *,
+    max_payload: int = 1 << 20,
+    limit: int = LIMIT,
+    spec: FunctionSpec = SPEC,
+    tokeniser: Any = None,
+    **decoder: Any,
 ) -> Acceptance:
-    maker = TaskMaker(Subjects(), spec, job="j", lane=Lane.NORMAL, tenant="default", max_payload=max_payload)
+    maker = TaskMaker(
+        Subjects(), spec, job="j", lane=Lane.NORMAL, tenant="default", max_payload=max_payload, limit=limit
+    )
     return Acceptance(LineDecoder(spec, **decoder), maker, tokeniser)
 
 
@@ -106,9 +114,21 @@ async def assert_whole(mesh: Mesh, job: str, count: int) -> None:
     assert [t.custom_id for t in tasks] == [f"id-{i}" for i in range(count)]
     found = await manifest(mesh, job)
     assert (found.stored, found.closed) == (count, "sealed")
+    # By shape too, however often the submit was killed: the record says what stands in the queue.
+    shapes: Counter[str] = Counter()
+    for subject, n in (await queued_by_subject(mesh, job)).items():
+        shapes[subject.split(".")[4]] += n
+    assert found.shapes == dict(shapes)
     sealed = await last_message(mesh, mesh.topology.jobs, mesh.subjects.job_event(job, "sealed"))
     assert sealed is not None
-    assert codec.JOB_EVENT.decode(sealed.data).count == count  # type: ignore[union-attr]
+    event = codec.JOB_EVENT.decode(sealed.data)
+    assert isinstance(event, JobSealed)
+    assert (event.count, event.shapes) == (count, dict(shapes))
+
+
+async def queued_by_subject(mesh: Mesh, job: str) -> dict[str, int]:
+    info = await stream_info(mesh, mesh.topology.tasks, subjects_filter=mesh.subjects.tasks_of_job(job))
+    return info["state"]["subjects"]
 
 
 class SubmitProcess:

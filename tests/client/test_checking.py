@@ -36,8 +36,8 @@ def test_cut_json_and_a_missing_field_are_both_named(tmp_path: Path) -> None:
     assert (found.accepted, found.refused) == (4, 2)
 
 
-@pytest.mark.parametrize("size", [1_200_000, 33_000_000])
-def test_too_large_items_are_refused_with_their_size(tmp_path: Path, size: int) -> None:
+def test_too_large_items_are_refused_with_their_size(tmp_path: Path) -> None:
+    size = 33_000_000
     lines = [
         {"prompt": "x" * size},
         *plain(1),
@@ -45,16 +45,26 @@ def test_too_large_items_are_refused_with_their_size(tmp_path: Path, size: int) 
     ]
     found = check(write(tmp_path / "in", lines))
     assert [e.line for e in found.errors] == [1, 3]
-    assert all(f"{size // 1000:,}" in e.error and "1,047,552 at most" in e.error for e in found.errors)
+    assert all(f"{size // 1000:,}" in e.error and "32,000,000" in e.error for e in found.errors)
 
 
 def test_the_bound_of_an_item_is_exact(tmp_path: Path) -> None:
     line = {"prompt": "x" * 20_000, "custom_id": "\u00e9" * 400, "model": "m" * 500}
     accepted = acceptance(max_payload=1 << 20)
     size = accepted.maker.size(accepted.item(json.dumps(line).encode()))
-    for room, refused in ((size, 0), (size - 1, 1)):
-        found = check(write(tmp_path / "in", [line]), max_payload=room + 1_024)
+    for limit, refused in ((size, 0), (size - 1, 1)):
+        found = check(write(tmp_path / "in", [line]), limit=limit)
         assert found.refused == refused
+
+
+def test_what_an_item_has_besides_its_prompt_must_fit_a_message(tmp_path: Path) -> None:
+    """Only the prompt can lie in the object store: a schema of a megabyte would travel in the message."""
+    schema = {"type": "object", "description": "s" * 1_100_000}
+    lines = [{"prompt": "p", "structured_outputs": {"json": schema}}, *plain(1, size=1_500_000)]
+    found = check(write(tmp_path / "in", lines))
+    assert [(e.line, e.field) for e in found.errors] == [(1, "")]
+    assert "besides its prompt" in found.errors[0].error
+    assert "1,047,552 at most" in found.errors[0].error
 
 
 def test_a_line_over_the_line_bound_is_named_and_skipped(tmp_path: Path) -> None:

@@ -107,15 +107,17 @@ async def test_bad_lines_store_nothing_unless_skipped(ready: Mesh, tmp_path: Pat
     assert codec.JOB_EVENT.decode(sealed.data).refused == 2  # type: ignore[union-attr]
 
 
-async def test_an_item_over_max_payload_is_refused_and_the_connection_stays(
+async def test_b8_an_item_over_the_limit_is_refused_and_the_connection_stays(
     ready: Mesh, tmp_path: Path
 ) -> None:
     lines = [*plain(1), {"prompt": "x" * 1_200_000}, {"prompt": "y" * 33_000_000}]
     path = write(tmp_path / "in", lines)
     with pytest.raises(InvalidLines) as caught:
         await submit(ready, path, job="j")
-    assert [e.line for e in caught.value.errors] == [2, 3]
+    assert [e.line for e in caught.value.errors] == [3]
+    assert "33,000," in caught.value.errors[0].error
     assert ready.connected
+    assert (await submit(ready, path, job="j", options=SubmitOptions(skip_bad=True))).submitted == 2
     just_fits = {"prompt": "z" * (ready.max_payload - 2_000)}
     assert (await submit(ready, [just_fits], job="big")).submitted == 1
 

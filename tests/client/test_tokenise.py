@@ -112,7 +112,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_line(folder: Path) ->
 
 
 def test_text_stays_where_its_ids_would_not_fit(folder: Path, tmp_path: Path) -> None:
-    (task,) = feed(tmp_path, [{"prompt": "q" * 5_000}], Tokeniser(folder), max_payload=8_000)
+    (task,) = feed(tmp_path, [{"prompt": "q" * 5_000}], Tokeniser(folder), limit=8_000)
     assert isinstance(task.prompt, TextPrompt)
     assert task.prompt_tokens == 5_001
 

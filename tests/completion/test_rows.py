@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from headrace.completion import job_rows
+from headrace.completion.counting import count_landed, gaps
 from headrace.completion.jobs import apply
 from headrace.completion.landing import land
 from headrace.completion.outcomes import CHUNK_BYTES, encode_chunks, insert_results
 from headrace.completion.results import _COLUMNS, to_result
 from headrace.completion.schema import STEPS
-from headrace.completion.sources import count_landed, gaps
 from headrace.completion.store import Store
 from headrace.contracts.errors import Conflict, InvalidInput, Unavailable
 from headrace.contracts.generation import Generation
@@ -104,7 +104,7 @@ async def test_of_two_generations_the_latest_counts(store: Store) -> None:
     job = await counters(store)
     assert (job["ok"], job["failed"], job["duplicates"]) == (8, 1, 1)
     landed = await store.read(count_landed, "j")
-    assert (landed.rows, landed.indices, landed.ok) == (12, 10, 8)
+    assert (landed.rows, landed.indices, landed.of("ok")) == (12, 10, 8)
 
 
 async def test_every_field_comes_back_as_it_was(store: Store) -> None:
@@ -222,13 +222,14 @@ async def test_cancelling_keeps_outcomes_and_fills_the_rest(store: Store) -> Non
     await store.write(apply, [opened()])
     await store.write(land, [result("j", i, "failed" if i == 4 else "ok") for i in (0, 4, 9)])
     _, cancelling = await store.write(apply, [JobCancelled(job="j", count=25, reason="enough")])
-    assert cancelling == [("j", "enough")]
+    assert cancelling == [("j", "enough", "requested")]
     # Even if the rest lands now and the job is sealed, it is a cancelled job.
     assert await store.write(apply, [sealed(25)]) == ([], [])
     _, ended = await store.write(job_rows.fill_cancelled, "j", 0)
     assert ended == JobCompleted(
-        job="j", state="cancelled", count=25, ok=2, failed=1, cancelled=22, at_us=ended.at_us
-    )
+        job="j", state="cancelled", count=25, ok=2, failed=1, cancelled=22, at_us=ended.at_us,
+        cause="requested", reason="enough",
+    )  # fmt: skip
     assert await store.write(job_rows.fill_cancelled, "j", 0) == (-1, None)
     await store.write(land, [result("j", 5)])
     job = await counters(store)
@@ -277,7 +278,9 @@ async def test_what_is_committed_is_there_after_reopening(tmp_path: Path) -> Non
         await store.open()
         await store.write(insert_results, [result("j", round_)], 1)
         assert (await counters(store))["ok"] == round_ + 1
-        assert await rows(store, "SELECT version FROM schema_version") == [(STEPS[-1][0],)]
+        assert await rows(store, "SELECT max(version), count(*) FROM schema_version") == [
+            (STEPS[-1][0], len(STEPS))
+        ]
         await store.close()
         await store.close()
 

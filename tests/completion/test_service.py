@@ -442,5 +442,9 @@ async def test_the_front_door_is_found_by_nats_micro(mesh: Mesh, settings: Setti
         answer = msgspec.json.decode((await mesh.request("$SRV.INFO.headrace-completion", b"")).data)
         names = {e["subject"] for e in answer["endpoints"]}
         assert names == {
-            f"hr.api.{n}" for n in ("status", "audit", "jobs", "result", "results", "query", "cancel")
-        }
+            f"hr.api.{n}"
+            for n in (
+                "status", "audit", "jobs", "result", "result.part", "results", "query", "checks", "cancel", "retry",
+                "dead", "redrive",
+            )
+        }  # fmt: skip

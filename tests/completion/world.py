@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,11 @@ async def until(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
 class Producer:
     """A client's and a worker's part of the protocol, step by step."""
 
-    def __init__(self, mesh: Mesh, job: str) -> None:
+    def __init__(self, mesh: Mesh, job: str, *, shapes: Sequence[int] = ()) -> None:
+        """With `shapes` the items have these in turn, and manifests and results say so."""
         self.mesh = mesh
         self.job = job
+        self.shapes = shapes
         self.stored = 0
         self.manifest_seq = 0
 
@@ -101,16 +104,22 @@ class Producer:
                 Task(job=self.job, index=self.stored + i, function=FUNCTION, prompt=TextPrompt(text="hi"))
                 for i in range(part)
             ]
-            subject = self.mesh.subjects.task(FUNCTION, "normal", SHAPE, self.job)
+            subjects = [
+                self.mesh.subjects.task(FUNCTION, "normal", self.shape_of(t.index) or SHAPE, self.job)
+                for t in tasks
+            ]
             left -= part
             manifest = Manifest(
                 job=self.job,
                 input_fingerprint=INPUT,
                 stored=self.stored + part,
                 closed=closed if left == 0 else "",  # type: ignore[arg-type]
+                shapes=self.counts(self.stored + part),
             )
             batch = AtomicBatch(self.mesh, self.mesh.topology.tasks)
-            await batch.stage([OutMessage(subject, codec.TASK.encode(t)) for t in tasks])
+            await batch.stage(
+                [OutMessage(s, codec.TASK.encode(t)) for s, t in zip(subjects, tasks, strict=True)]
+            )
             ack = await batch.commit(
                 OutMessage(self.mesh.subjects.manifest(self.job), codec.MANIFEST.encode(manifest)),
                 expected_last_subject_seq=self.manifest_seq,
@@ -121,14 +130,20 @@ class Producer:
                 return
 
     async def seal(self, count: int | None = None) -> None:
-        await self.event(
-            JobSealed(job=self.job, count=self.stored if count is None else count, input_fingerprint=INPUT),
-            "sealed",
-        )
+        count = self.stored if count is None else count
+        sealed = JobSealed(job=self.job, count=count, input_fingerprint=INPUT, shapes=self.counts(count))
+        await self.event(sealed, "sealed")
 
-    async def whole(self, n: int) -> None:
+    def shape_of(self, index: int) -> int | None:
+        return self.shapes[index % len(self.shapes)] if self.shapes else None
+
+    def counts(self, n: int) -> dict[str, int]:
+        """The first `n` items by shape."""
+        return dict(Counter(f"t{self.shape_of(i)}" for i in range(n if self.shapes else 0)))
+
+    async def whole(self, n: int, **fields: Any) -> None:
         """Open, store `n` tasks, seal."""
-        await self.open()
+        await self.open(**fields)
         await self.submit(n, closed="sealed")
         await self.seal()
 
@@ -137,7 +152,9 @@ class Producer:
     ) -> None:
         """A worker's part for these items: the result is stored, then the task is gone."""
         indices = list(indices)
-        await self.results(result(self.job, i, status, **fields) for i in indices)
+        await self.results(
+            result(self.job, i, status, **({"shape": self.shape_of(i)} | fields)) for i in indices
+        )
         if remove:
             await self.take_away(indices)
 

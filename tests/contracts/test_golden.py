@@ -17,6 +17,8 @@ from msgspec import Raw
 from headrace.contracts import codec
 from headrace.contracts.generation import Generation, StructuredOutput
 from headrace.contracts.messages import (
+    Blob,
+    BlobPrompt,
     ChatPrompt,
     Choice,
     DeadLetter,
@@ -25,6 +27,7 @@ from headrace.contracts.messages import (
     JobCancelled,
     JobCompleted,
     JobOpened,
+    JobRetried,
     JobSealed,
     Manifest,
     Result,
@@ -37,6 +40,7 @@ from headrace.contracts.messages import (
     WorkerReport,
 )
 from headrace.contracts.names import Lane
+from headrace.contracts.suspects import Cleared, Suspect
 
 GOLDEN = Path(__file__).with_name("golden")
 AT = 1_764_547_200_000_000
@@ -97,12 +101,15 @@ CHAT_TASK = Task(
     ),
 )
 ROW_TASK = Task(job="j", index=2, function="f", prompt=Row(value=Raw(b'{"a":[1,2.5,null,true,"x"]}')))
+BLOB = Blob(name="j.3.in", size=5_000_000, digest="SHA-256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU=")
+BLOB_TASK = Task(job="j", index=3, function="f", prompt=BlobPrompt(blob=BLOB), prompt_tokens=1_200_000)
 
 EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
     "task-1.tokens-full": (codec.TASK, FULL_TASK),
     "task-1.text": (codec.TASK, TEXT_TASK),
     "task-1.chat": (codec.TASK, CHAT_TASK),
     "task-1.row": (codec.TASK, ROW_TASK),
+    "task-1.blob": (codec.TASK, BLOB_TASK),
     "result-1.ok": (codec.RESULT, Result(job="j", index=0, function="f", status="ok")),
     "result-1.full": (
         codec.RESULT,
@@ -139,6 +146,19 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
             task=FULL_TASK,
         ),
     ),
+    "result-1.blob": (
+        codec.RESULT,
+        Result(
+            job="j",
+            index=3,
+            function="f",
+            status="ok",
+            usage=Usage(prompt_tokens=1_200_000, completion_tokens=9),
+            shape=21,
+            blob=Blob(name="j.3.out", size=2_000_000, digest="SHA-256=x"),
+            input_blob="j.3.in",
+        ),
+    ),
     "manifest-1.small": (codec.MANIFEST, Manifest(job="j", input_fingerprint="0" * 16)),
     "manifest-1.full": (
         codec.MANIFEST,
@@ -162,7 +182,59 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
         codec.JOB_EVENT,
         JobSealed(job="j", count=1000, input_fingerprint="0" * 16, refused=2, at_us=AT),
     ),
+    "job-event-1.retried": (
+        codec.JOB_EVENT,
+        JobRetried(job="j", generation=2, count=10, where="status = 'dead'", at_us=AT),
+    ),
     "job-event-1.cancelled": (codec.JOB_EVENT, JobCancelled(job="j", count=1000, reason="a typo", at_us=AT)),
+    "job-event-1.opened-policy": (
+        codec.JOB_EVENT,
+        JobOpened(
+            job="j",
+            function="generate",
+            input_fingerprint="0" * 16,
+            at_us=AT,
+            deadline_us=AT + 1,
+            max_failed=0.05,
+        ),
+    ),
+    "job-event-1.sealed-shapes": (
+        codec.JOB_EVENT,
+        JobSealed(job="j", count=3, input_fingerprint="0" * 16, at_us=AT, shapes={"t6": 1, "t9": 2}),
+    ),
+    "job-event-1.cancelled-deadline": (
+        codec.JOB_EVENT,
+        JobCancelled(
+            job="j",
+            count=3,
+            reason="the deadline passed",
+            at_us=AT,
+            cause="deadline",
+            shapes={"t6": 1, "t9": 2},
+        ),
+    ),
+    "job-event-1.completed-early": (
+        codec.JOB_EVENT,
+        JobCompleted(
+            job="j",
+            state="cancelled",
+            count=10,
+            ok=2,
+            cancelled=8,
+            at_us=AT,
+            generation=2,
+            cause="failures",
+            reason="stopped early",
+        ),
+    ),
+    "manifest-1.retry": (
+        codec.MANIFEST,
+        Manifest(job="j", input_fingerprint="0" * 16, stored=3, generation=2, closed="sealed"),
+    ),
+    "manifest-1.shapes": (
+        codec.MANIFEST,
+        Manifest(job="j", input_fingerprint="0" * 16, stored=3, consumed_lines=3, shapes={"t6": 1, "t9": 2}),
+    ),
     "job-event-1.completed": (
         codec.JOB_EVENT,
         JobCompleted(
@@ -227,6 +299,22 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
             at_us=AT,
         ),
     ),
+    "suspect-1.full": (
+        codec.SUSPECT,
+        Suspect(
+            stored_us=AT,
+            crashes=2,
+            alone=True,
+            incident="i-2",
+            before="i-1",
+            error="it broke",
+            worker="w-1",
+            started_us=AT,
+            at_us=AT,
+        ),
+    ),
+    "suspect-1.error": (codec.SUSPECT, Suspect(stored_us=AT, error="RuntimeError: not now")),
+    "suspect-1.cleared": (codec.SUSPECT, Cleared(incident="i-1", culprit=7, worker="w-1", at_us=AT)),
 }
 
 

@@ -117,6 +117,11 @@ def test_any_other_subject_is_refused_and_never_raises_anything_else(subject):
         "hr.tasks.f.normal.t99.j",
         "xx.tasks.f.normal.t6.j",
         "hr.results.f.normal.t6.j",
+        "hr.tasks.f.normal.t6.j\r\nPUB x 0",
+        "hr.tasks.f .normal.t6.j",
+        "hr.tasks.*.normal.t6.j",
+        "hr.tasks.f.normal.t6.>",
+        "hr.tasks..normal.t6.j",
     ],
 )
 def test_what_is_no_task_subject_is_refused(subject):

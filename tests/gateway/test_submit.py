@@ -9,8 +9,17 @@ import pytest
 
 from headrace.contracts import codec
 from headrace.contracts.errors import Unavailable
-from headrace.contracts.messages import FunctionSpec, JobOpened, JobSealed, Row, TextPrompt, TokenPrompt
+from headrace.contracts.messages import (
+    BlobPrompt,
+    FunctionSpec,
+    JobOpened,
+    JobSealed,
+    Row,
+    TextPrompt,
+    TokenPrompt,
+)
 from headrace.gateway.service import GatewayService
+from headrace.mesh.blobs import BlobStore
 from headrace.mesh.jsapi import count_subject, get_message, last_message, stream_info
 from headrace.mesh.provision import register_function
 
@@ -66,6 +75,14 @@ async def test_a_task_is_stored_and_its_receipt_is_the_answer(mesh, gateway):
     event = codec.JOB_EVENT.decode(sealed.data)
     assert isinstance(event, JobSealed)
     assert event.count == 1
+
+
+async def test_a_large_prompt_of_a_request_becomes_an_object(mesh, gateway):
+    receipt, _ = await ask(mesh, {"prompt": "x" * 700_000})
+    (task,) = await tasks_of(mesh, receipt["job"])
+    assert isinstance(task.prompt, BlobPrompt)
+    stored = codec.PROMPT.decode(await BlobStore(mesh).get(task.prompt.blob))
+    assert stored == TextPrompt(text="x" * 700_000)
 
 
 async def test_up_to_a_thousand_items_are_one_job(mesh, gateway):
@@ -204,3 +221,30 @@ async def test_published_without_a_reply_subject_it_is_passed_over(mesh, gateway
     await mesh.nc.publish("hr.api.submit", msgspec.json.encode({"job": "silent", "prompt": "x"}))
     await ask(mesh, {"job": "loud", "prompt": "x"})
     assert await tasks_of(mesh, "silent") == []
+
+
+async def test_a_deadline_and_a_failure_limit_stand_in_the_envelope(mesh, gateway):
+    body = {"prompt": "hi", "deadline": "2h", "max_failed": "5%"}
+    receipt, _ = await ask(mesh, body)
+    opened = await last_message(mesh, "HR_JOBS", mesh.subjects.job_event(receipt["job"], "opened"))
+    event = codec.JOB_EVENT.decode(opened.data)
+    assert event.max_failed == 0.05
+    assert 7_100 < (event.deadline_us - event.at_us) / 1e6 <= 7_200
+    (task,) = await tasks_of(mesh, receipt["job"])
+    assert task.deadline_us == event.deadline_us
+    sealed = await last_message(mesh, "HR_JOBS", mesh.subjects.job_event(receipt["job"], "sealed"))
+    assert codec.JOB_EVENT.decode(sealed.data).shapes == {"t9": 1}  # the default of 256 new tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"deadline": "tomorrow"}, "deadline"),
+        ({"deadline": "2020-01-01"}, "deadline"),
+        ({"max_failed": 7}, "max_failed"),
+    ],
+)
+async def test_a_policy_that_is_wrong_is_refused_by_name(mesh, gateway, fields, field):
+    reply, _ = await ask(mesh, {"prompt": "hi", "job": "j"} | fields)
+    assert reply["error"]["field"] == field
+    assert await last_message(mesh, "HR_JOBS", mesh.subjects.job_event("j", "opened")) is None

@@ -78,7 +78,7 @@ async def test_n_and_stop() -> None:
 
 async def test_the_defaults_of_capacity() -> None:
     info = (await started()).info
-    assert (info.slots, info.capacity_tokens, info.max_model_len, info.vocab_size) == (4096, 1 << 22, 0, 0)
+    assert (info.slots, info.capacity_tokens, info.max_model_len, info.vocab_size) == (4096, 1 << 24, 0, 0)
 
 
 async def test_run_does_not_suspend() -> None:

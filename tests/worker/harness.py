@@ -18,7 +18,7 @@ import pytest
 from headrace.contracts import codec
 from headrace.contracts.errors import NotFound
 from headrace.contracts.generation import Generation
-from headrace.contracts.messages import FunctionSpec, Result, Task, TextPrompt, TokenPrompt
+from headrace.contracts.messages import BlobPrompt, FunctionSpec, Result, Task, TextPrompt, TokenPrompt
 from headrace.contracts.names import Lane
 from headrace.contracts.subjects import shape_of
 from headrace.inference_worker.service import EngineFactory, WorkerService
@@ -46,12 +46,15 @@ def task(
     index: int,
     *,
     job: str = "j",
-    prompt: TextPrompt | TokenPrompt | None = None,
+    prompt: TextPrompt | TokenPrompt | BlobPrompt | None = None,
     max_tokens: int | None = 8,
     **more: Any,
 ) -> Task:
     prompt = prompt or TokenPrompt(ids=[1, 2, 3, 4])
-    count = len(prompt.ids) if isinstance(prompt, TokenPrompt) else max(1, len(prompt.text) // 4)
+    if isinstance(prompt, BlobPrompt):
+        count = 10
+    else:
+        count = len(prompt.ids) if isinstance(prompt, TokenPrompt) else max(1, len(prompt.text) // 4)
     more.setdefault("params", Generation(max_tokens=max_tokens))
     more.setdefault("prompt_tokens", count)
     more.setdefault("submitted_us", time.time_ns() // 1_000)

@@ -12,7 +12,7 @@ from headrace.contracts.messages import Choice
 from headrace.inference_worker import engine_host
 from headrace.inference_worker.engine_host import EngineHost
 from headrace.inference_worker.engines.protocol import EngineDied, Output, Work
-from headrace.inference_worker.retries import LastErrors, RetryPolicy
+from headrace.inference_worker.retries import RetryPolicy
 from headrace.mesh.connection import Mesh
 from headrace.mesh.settings import Settings
 from tests.worker.harness import put, results, running, task, until, until_empty, with_worker
@@ -123,13 +123,3 @@ def test_retries_are_spaced_exponentially_with_jitter_and_a_cap() -> None:
         delays = [policy.delay_s(tries) for _ in range(50)]
         assert all(full / 2 <= d <= full for d in delays)
         assert len(set(delays)) > 10
-
-
-def test_last_errors_are_bounded_and_taken_once() -> None:
-    errors = LastErrors(limit=3)
-    for sequence in range(5):
-        errors.remember(sequence, f"e{sequence}")
-    assert len(errors) == 3
-    assert errors.take(0) is None
-    assert errors.take(4) == "e4"
-    assert errors.take(4) is None

@@ -76,7 +76,8 @@ async def test_a_worker_that_dies_between_two_steps_of_an_item_loses_none(
         assert stored_then == 0
         assert repeated == 0, "a result that was never stored cannot be there twice"
     elif point == "task-acked":
-        assert repeated == 0, "what was acked is not run again"
+        assert left_then < 50
+        assert repeated <= stored_then - (50 - left_then), "what was acked is not run again"
     else:
         assert 0 < repeated <= stored_then, "stored and not acked: again, for landing to tell apart"
 

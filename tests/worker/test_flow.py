@@ -14,11 +14,13 @@ from headrace.contracts.names import Lane
 from headrace.inference_worker.engines.options import EngineOptions
 from headrace.inference_worker.engines.protocol import Work
 from headrace.inference_worker.engines.registry import create_engine
+from headrace.inference_worker.intake import Aborted
 from headrace.mesh.connection import Mesh
 from headrace.mesh.jsapi import call, last_message, purge, stream_info
 from headrace.mesh.publisher import publish
 from headrace.mesh.settings import Settings, WorkerSettings
 from tests.worker.harness import (
+    lease,
     left,
     put,
     results,
@@ -186,3 +188,30 @@ def _work(t: Any) -> Any:
 
 def test_settings_of_the_worker_name_the_marks() -> None:
     assert (WorkerSettings().high_water, WorkerSettings().low_water) == (1.0, 0.85)
+
+
+async def test_what_a_dead_worker_held_is_taken_over_at_once(mesh: Mesh, settings: Settings) -> None:
+    """The broker's count of a backlog leaves out what lapsed: the first that comes tells that there is more."""
+    n = 200
+    settings = with_worker(settings, ack_wait_s=1.0, slots=256, engine_options={"delay_ms": "6000"})
+    async with running(settings):
+        pass  # registers the function, so that its consumers are there
+    await put(mesh, [task(i) for i in range(n)])
+    assert len(await lease(mesh, n)) == n
+    async with running(settings) as worker:
+        runner = worker.runner
+        assert runner is not None
+
+        async def some() -> bool:
+            return bool(runner.running)
+
+        async def all_of_them() -> bool:
+            return len(runner.running) == n
+
+        await until(some)
+        first = time.monotonic()
+        await until(all_of_them, within_s=5.0)
+        print(f"{n} lapsed tasks run {time.monotonic() - first:.2f} s after the first")
+        await purge(mesh, mesh.topology.tasks, filter_=mesh.subjects.tasks_of_job("j"))
+        for item in list(runner.running):
+            runner.abort(item, Aborted.JOB_CANCELLED)

@@ -163,18 +163,19 @@ async def test_a_deadline_that_passed_is_a_failure_and_not_a_run(mesh: Mesh, set
     assert "2." in got[0].error.message
 
 
-async def test_a_result_over_max_payload_fails_naming_its_size(mesh: Mesh, settings: Settings) -> None:
+async def test_a_result_over_the_limit_fails_naming_its_size(mesh: Mesh, settings: Settings) -> None:
     tasks = [
         task(
             0, prompt=TextPrompt(text="a" * 700_000), prompt_tokens=10, params=Generation(n=3, max_tokens=9)
         ),
         task(1),
     ]
-    got = await run_all(mesh, settings, tasks)
+    got = await run_all(mesh, settings, tasks, max_item_bytes=2_000_000)
     assert [r.status for r in got] == ["failed", "ok"]
     assert got[0].error is not None
     assert got[0].error.type == "result_too_large"
-    assert "2100" in got[0].error.message
+    assert "2,100," in got[0].error.message
+    assert "2,000,000" in got[0].error.message
     assert got[0].task == tasks[0]
 
 

@@ -2,7 +2,8 @@
 
 Each request gets exactly one reply with a JSON body. An error is `{"error": {"code", "message", ...}}`
 with `Nats-Service-Error` and `Nats-Service-Error-Code` headers. The gateway serves what takes work in
-(`submit`); completion serves what reads (`status`, `result`, `results`, `audit`, `query`, `jobs`) and `cancel`.
+(`submit`); completion serves what reads (`status`, `result`, `results`, `audit`, `query`, `jobs`, `checks`) and
+`cancel`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,26 @@ class ResultRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wait_s: Annotated[float, Meta(ge=0.0, le=4.0)] = 0.0
 
 
+class ResultPartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `result.part`: the JSON of an outcome that `result` or `results` gave as a `blob`, from part 0 on."""
+
+    job: Token
+    index: Index
+    generation: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    part: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+
+
+class ResultPartReply(Struct, frozen=True, kw_only=True):
+    """`data` is a piece of text; `next` the part that follows it, None at the end. All pieces joined are the result."""
+
+    job: str
+    index: int
+    generation: int
+    part: int
+    data: str
+    next: int | None = None
+
+
 class ResultsRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Request of `results`: a page of outcomes in index order, from index `after` + 1 on."""
 
@@ -82,11 +103,15 @@ class RetryRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RetryReply(Struct, frozen=True, kw_only=True):
-    """`resubmitted` items run again as `generation`; 0 items if nothing fits (`generation` is then the last one)."""
+    """`resubmitted` items run again as `generation`; 0 items if nothing fits (`generation` is then the last one).
+
+    `left_out` items fit as well, but cannot run again: their task was too large to be carried by their outcome.
+    """
 
     job: str
     generation: int
     resubmitted: int
+    left_out: int = 0
 
 
 class DeadRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,18 +159,54 @@ class DeadReply(Struct, frozen=True, kw_only=True):
 
 
 class RedriveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Request of `redrive`: one `id` as `dead` names it, or all that is dead of a job."""
+    """Request of `redrive`: one `id` as `dead` names it, or all that is dead of a job.
+
+    A letter that was redriven before is refused without `again`.
+    """
 
     job: Token | None = None
     id: Annotated[str, Meta(max_length=256)] | None = None
+    again: bool = False
 
 
 class RedriveReply(Struct, frozen=True, kw_only=True):
-    """`redriven` things go their way again: items as `generation` of `job`, a letter on its own subject."""
+    """`redriven` things go their way again: items as `generation` of `job`, a letter on its own subject.
+
+    `left` things of a job stay as they are; `note` says why.
+    """
 
     redriven: int
     job: str | None = None
     generation: int | None = None
+    left: int = 0
+    note: str | None = None
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing that was checked: what was found, and how to mend it where that is needed.
+
+    `ok` is as it should be, `warn` works with a risk, `fail` does not work, or may lose what was acknowledged.
+    """
+
+    check: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    mend: str = ""
+
+
+class ChecksRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `checks`: what completion finds of its own part. `accept_losses` are numbers of losses of the broker
+    that an operator has seen and dealt with: they are told no more.
+    """
+
+    accept_losses: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=1_000)] = []
+
+
+class ChecksReply(Struct, frozen=True, kw_only=True):
+    """Completion's findings; `accepted` are the losses that this request accepted."""
+
+    findings: list[Finding]
+    accepted: list[int] = []
 
 
 class QueryRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,7 +258,11 @@ class JobStatus(Struct, frozen=True, kw_only=True):
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """The raw numbers that an audit compares, each from its own place."""
+    """The raw numbers that an audit compares, each from its own place.
+
+    `rows_landed` counts the outcomes of all generations, `distinct_indices` the items that have their current one.
+    While a retry is stored, `manifest_stored` is still what was submitted.
+    """
 
     manifest_stored: int
     manifest_closed: str
@@ -235,9 +300,13 @@ class JobAudit(JobStatus, frozen=True, kw_only=True):
 
 
 class TenantAudit(Struct, frozen=True, kw_only=True):
-    """The account of all jobs of a mesh together; `unbalanced` names the jobs whose own account does not balance."""
+    """The account of all jobs of a mesh together, of which `open_jobs` have not ended.
+
+    `unbalanced` names jobs whose own account does not balance (the first 100).
+    """
 
     jobs: int
+    open_jobs: int = 0
     submitted: int
     ok: int
     failed: int

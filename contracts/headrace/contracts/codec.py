@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from headrace.contracts import calls, ledger, suspects
 from headrace.contracts import messages as m
 from headrace.contracts.errors import Undecodable
 
@@ -64,6 +65,15 @@ JOB_EVENT: Final = Schema[m.JobEvent]("job-event/1", m.JobEvent)
 DEAD_LETTER: Final = Schema[m.DeadLetter]("dead-letter/1", m.DeadLetter)
 FUNCTION: Final = Schema[m.FunctionSpec]("function/1", m.FunctionSpec)
 WORKER_REPORT: Final = Schema[m.WorkerReport]("worker-report/1", m.WorkerReport)
+SUSPECT: Final = Schema[suspects.SuspectRecord]("suspect/1", suspects.SuspectRecord)
+CALL_RECORD: Final = Schema[ledger.CallRecord]("call-record/1", ledger.CallRecord)
+BUDGET_HEAD: Final = Schema[ledger.BudgetHead]("budget-head/1", ledger.BudgetHead)
+ROSTER: Final = Schema[ledger.Roster]("roster/1", ledger.Roster)
+EVIDENCE: Final = Schema[ledger.Evidence]("evidence/1", ledger.Evidence)
+CALL: Final = Schema[calls.CallMessage]("call/1", calls.CallMessage)
+
+PROMPT: Final = Schema[m.Prompt]("prompt/1", m.Prompt)
+"""A prompt by itself, as an object holds it: no message, so it is not among `SCHEMAS`."""
 
 SCHEMAS: Final[tuple[Schema[Any], ...]] = (
     TASK,
@@ -73,6 +83,7 @@ SCHEMAS: Final[tuple[Schema[Any], ...]] = (
     DEAD_LETTER,
     FUNCTION,
     WORKER_REPORT,
+    SUSPECT,
 )
 
 

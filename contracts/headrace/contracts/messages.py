@@ -267,6 +267,8 @@ class JobCancelled(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
     reason: ShortText = ""
     at_us: Micros = 0
     cause: Cause = "requested"
+    shapes: dict[str, Count] = {}
+    """The stored items by shape (`t6`)."""
 
 
 class JobCompleted(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="completed"):

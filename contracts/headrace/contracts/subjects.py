@@ -79,7 +79,8 @@ class Subjects:
             msg = f"subject {subject[:200]!r} is not a task's"
             raise InvalidInput(msg, field="subject")
         try:
-            return TaskAddress(parts[2], Lane(parts[3]), _shape(int(shape[1])), parts[5])
+            function, job = check_token("function", parts[2]), check_token("job", parts[5])
+            return TaskAddress(function, Lane(parts[3]), _shape(int(shape[1])), job)
         except (ValueError, InvalidInput) as e:
             msg = f"subject {subject[:200]!r} is not a task's: {e}"
             raise InvalidInput(msg, field="subject") from e
@@ -111,6 +112,31 @@ class Subjects:
     def dead(self, origin: str) -> str:
         """Subject of dead letters that came from the stream or service `origin`."""
         return f"{self.prefix}.dead.{check_token('origin', origin)}"
+
+    # --- governed calls -----------------------------------------------------------------------------
+    def call(self, tenant: str, agent: str) -> str:
+        """Subject of a call that waits for a gateway: `hr.calls.<tenant>.<agent>`."""
+        return f"{self.prefix}.calls.{check_token('tenant', tenant)}.{check_token('agent', agent)}"
+
+    def ledger_call(self, tenant: str, call: str) -> str:
+        """Subject of a call's records: `hr.ledger.call.<tenant>.<call>`."""
+        return f"{self.prefix}.ledger.call.{check_token('tenant', tenant)}.{check_token('call', call)}"
+
+    def ledger_budget(self, tenant: str, budget: str) -> str:
+        """Subject of a budget's head: `hr.ledger.budget.<tenant>.<budget>`."""
+        return f"{self.prefix}.ledger.budget.{check_token('tenant', tenant)}.{check_token('budget', budget)}"
+
+    def ledger_roster(self, tenant: str) -> str:
+        """Subject of the list of a tenant's budgets: `hr.ledger.roster.<tenant>`."""
+        return f"{self.prefix}.ledger.roster.{check_token('tenant', tenant)}"
+
+    def evidence(self, tenant: str, call: str) -> str:
+        """Subject of what was learned of a call beside its records: `hr.evidence.<tenant>.<call>`."""
+        return f"{self.prefix}.evidence.{check_token('tenant', tenant)}.{check_token('call', call)}"
+
+    def reply(self, request: str) -> str:
+        """Subject of a late answer: `hr.replies.<request>`."""
+        return f"{self.prefix}.replies.{check_token('request', request)}"
 
     def api(self, name: str) -> str:
         """Request subject of the front door: `hr.api.<name>` (never inside a stream)."""

@@ -15,6 +15,10 @@ from headrace.contracts.subjects import Subjects
 
 GIB = 1 << 30
 MIN_SERVER = (2, 15, 1)
+SUSPECTS_KEPT_S = 6 * 3_600.0
+"""How long a crash is remembered: longer than any task waits for its next try, short enough to need no care."""
+REPLIES_KEPT_NS = 24 * 3_600 * 1_000_000_000
+"""How long a late answer can be fetched."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -114,7 +118,17 @@ class Topology:
             f"{p}_JOBS",
             f"{p}_DEAD",
         )
+        self.calls, self.ledger, self.evidence, self.replies = (
+            f"{p}_CALLS",
+            f"{p}_LEDGER",
+            f"{p}_EVIDENCE",
+            f"{p}_REPLIES",
+        )
+        self.gateways_bucket = f"{p}_gateways"
         self.functions_bucket, self.workers_bucket = f"{p}_functions", f"{p}_workers"
+        self.blobs_bucket = f"{p}_blobs"
+        self.blobs = f"OBJ_{self.blobs_bucket}"
+        self.suspects_bucket = f"{p}_suspects"
 
     def streams(self) -> list[StreamSpec]:
         """Every stream of the task path, buckets included."""
@@ -152,9 +166,89 @@ class Topology:
                 allow_direct=True,
                 description="messages that no consumer could take, whole",
             ),
+            # An object store as `nats object` knows it. Batches store an object whole or not at all.
+            StreamSpec(
+                name=self.blobs,
+                subjects=[f"$O.{self.blobs_bucket}.C.>", f"$O.{self.blobs_bucket}.M.>"],
+                retention="limits",
+                allow_atomic=True,
+                allow_direct=True,
+                allow_rollup_hdrs=True,
+                max_bytes=self.max_bytes,
+                description="prompts and results that are too large for a message",
+            ),
             _bucket(self.functions_bucket, "registered functions"),
             _bucket(self.workers_bucket, "reports of running workers", max_age_s=15.0),
+            _bucket(
+                self.suspects_bucket,
+                "tasks that were in an engine when it died, and last errors",
+                max_age_s=SUSPECTS_KEPT_S,
+                allow_atomic=True,
+            ),
         ]
+
+    def governed_streams(self) -> list[StreamSpec]:
+        """The streams of governed calls: waiting calls, the ledger, evidence, late answers."""
+        p = self.subjects.prefix
+        return [
+            StreamSpec(
+                name=self.calls,
+                subjects=[f"{p}.calls.>"],
+                retention="workqueue",
+                allow_direct=True,
+                max_bytes=self.max_bytes,
+                description="governed calls that wait for a gateway; acked once terminal or in doubt",
+            ),
+            StreamSpec(
+                name=self.ledger,
+                subjects=[f"{p}.ledger.>"],
+                retention="limits",
+                allow_atomic=True,
+                allow_direct=True,
+                deny_delete=True,
+                deny_purge=True,
+                description="records of governed calls and heads of budgets: append only",
+            ),
+            StreamSpec(
+                name=self.evidence,
+                subjects=[f"{p}.evidence.>"],
+                retention="limits",
+                allow_direct=True,
+                deny_delete=True,
+                deny_purge=True,
+                description="what was learned of calls beside their records",
+            ),
+            StreamSpec(
+                name=self.replies,
+                subjects=[f"{p}.replies.>"],
+                retention="limits",
+                allow_direct=True,
+                max_msgs_per_subject=1,
+                max_age=REPLIES_KEPT_NS,
+                description="answers that came later than their asker waited",
+            ),
+            _bucket(self.gateways_bucket, "the lives of gateways"),
+        ]
+
+    def ledger_consumer(self) -> ConsumerSpec:
+        """The ledger's records, for the projection."""
+        return ConsumerSpec(
+            stream=self.ledger,
+            durable="completion",
+            filter_subject=f"{self.subjects.prefix}.ledger.>",
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=20_000,
+        )
+
+    def calls_consumer(self) -> ConsumerSpec:
+        """Governed calls, shared by all gateways. Calls that wait for approval count as pending."""
+        return ConsumerSpec(
+            stream=self.calls,
+            durable="gateway",
+            filter_subject=f"{self.subjects.prefix}.calls.>",
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=100_000,
+        )
 
     def task_consumer(
         self, function: str, lane: Lane | str, shape: int, *, max_ack_pending: int = 20_000
@@ -205,7 +299,7 @@ class Topology:
         )
 
 
-def _bucket(name: str, description: str, *, max_age_s: float = 0.0) -> StreamSpec:
+def _bucket(name: str, description: str, *, max_age_s: float = 0.0, allow_atomic: bool = False) -> StreamSpec:
     """A key-value bucket as JetStream keeps it: one value a key; new values replace old ones."""
     return StreamSpec(
         name=f"KV_{name}",
@@ -214,6 +308,7 @@ def _bucket(name: str, description: str, *, max_age_s: float = 0.0) -> StreamSpe
         discard="new",
         max_msgs_per_subject=1,
         max_age=int(max_age_s * 1e9),
+        allow_atomic=allow_atomic,
         allow_direct=True,
         deny_delete=True,
         allow_rollup_hdrs=True,

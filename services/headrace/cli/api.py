@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SERVED_BY = {"submit": "gateway"}
+_BY_GATEWAY: Final = ("submit", "call", "calls.", "budget.", "ledger.")
+"""Endpoints of the gateway, and beginnings of such; completion answers the others."""
 
 
 async def ask(
@@ -26,7 +27,7 @@ async def ask(
     try:
         data = await call_api(mesh, name, request, timeout_s=timeout_s)
     except Unavailable as e:
-        service = _SERVED_BY.get(name, "completion")
+        service = "gateway" if name.startswith(_BY_GATEWAY) else "completion"
         if e.code == "no_responders":
             raise Unavailable(
                 f"the {service} service does not run: it answers {mesh.subjects.api(name)}; start it with "

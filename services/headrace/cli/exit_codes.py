@@ -17,6 +17,10 @@ class Exit(IntEnum):
     ITEMS_FAILED = 3
     CANCELLED = 4
     TIMED_OUT = 5
+    REFUSED = 5
+    IN_DOUBT = 6
+    KEY_REUSED = 7
+    IN_PROGRESS = 8
     INTERRUPTED = 130
 
 
@@ -25,8 +29,12 @@ MEANINGS: Final[dict[Exit, str]] = {
     Exit.FAILED: "not done: no mesh, broker or service trouble, a conflict, an audit or a check that does not hold",
     Exit.INVALID: "wrong usage, or bad input (`submit` names each line)",
     Exit.ITEMS_FAILED: "`watch`, `demo`: the job ended, and some of its items are failed or dead",
-    Exit.CANCELLED: "`watch`, `demo`: the job was cancelled",
-    Exit.TIMED_OUT: "`watch --timeout`: the job had not ended in that time (it goes on)",
+    Exit.CANCELLED: "`watch`, `demo`: the job was cancelled, or ended by its deadline or its failure limit",
+    Exit.TIMED_OUT: "`watch --timeout`: the job had not ended in that time (it goes on); `call`: refused, by policy or "
+    "for lack of budget",
+    Exit.IN_DOUBT: "`call`: in doubt: the callee may have done it, and nobody knows yet",
+    Exit.KEY_REUSED: "`call`: the key was used with another body",
+    Exit.IN_PROGRESS: "`call`: still in progress, or waiting for approval",
     Exit.INTERRUPTED: "Ctrl-C; what was stored stays stored",
 }
 

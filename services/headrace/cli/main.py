@@ -9,7 +9,24 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import cancel, demo, doctor, init, jobs, results, services, sql, status, submit, up, watch
+from headrace.cli import (
+    audit,
+    cancel,
+    chaos,
+    dead,
+    demo,
+    doctor,
+    init,
+    jobs,
+    results,
+    retry,
+    services,
+    sql,
+    status,
+    submit,
+    up,
+    watch,
+)
 from headrace.cli.exit_codes import EPILOG, Exit
 from headrace.cli.failures import report
 from headrace.cli.output import say
@@ -53,10 +70,12 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("watch", watch.watch, "Follow a job until it ends"),
     ("status", status.status, "Where a job stands"),
     ("results", results.results, "The outcomes of a job, in order"),
-    ("audit", status.audit, "Prove the account of a job"),
+    ("audit", audit.audit, "Prove the account of a job"),
     ("cancel", cancel.cancel, "End a job, keep what is finished"),
+    ("retry", retry.retry, "Run what failed of a job again"),
     ("jobs", jobs.jobs, "The jobs of a mesh"),
     ("sql", sql.sql, "Ask the data plane"),
+    ("chaos", chaos.chaos, "Break a mesh on purpose, prove nothing is lost"),
     ("init", init.init, "Make streams and consumers, refuse drift"),
     ("doctor", doctor.doctor, "What is not as it should be"),
     ("worker", services.worker_command(), "Run an inference worker"),
@@ -65,6 +84,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 )
 for _name, _function, _short in _COMMANDS:
     app.command(_name, short_help=_short)(_function)
+app.add_typer(dead.app, name="dead", short_help="What was given up, and another chance for it")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -79,6 +80,11 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return value
     return msgspec.json.encode(value, enc_hook=str).decode()
+
+
+def when_text(micros: int) -> str:
+    """A point in time, in microseconds since the epoch, for people; empty for 0."""
+    return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if micros else ""
 
 
 def clock_text(seconds: float | None) -> str:

@@ -24,8 +24,15 @@ def reference() -> str:
     parts = ["\n## Exit codes\n", "| code | meaning |", "|---|---|"]
     parts += [f"| {int(code)} | {_cell(meaning)} |" for code, meaning in MEANINGS.items()]
     for name, command in group.commands.items():
-        parts += ["", *_command(name, command)]
+        for full_name, each in _each(name, command):
+            parts += ["", *_command(full_name, each)]
     return "\n".join(parts) + "\n"
+
+
+def _each(name: str, command: Any) -> list[tuple[str, Any]]:
+    """The command itself, or those of a group."""
+    commands: dict[str, Any] = getattr(command, "commands", {})
+    return [(f"{name} {sub}", each) for sub, each in commands.items()] or [(name, command)]
 
 
 def _command(name: str, command: Any) -> list[str]:

@@ -53,6 +53,8 @@ def results(
     written, status = run_on_mesh(folder, url, lambda mesh: _write(mesh, job, format, out))
     if out is not None and str(out) != "-":
         say(f"{written:,} results of {job} in {out}")
+    if status.cause not in (None, "requested"):
+        say(f"{job} was ended before all its items ran: {status.reason}")
     if status.state not in ENDED:
         say(
             f"{job} has not ended ({status.state}): {terminal_items(status):,} of {status.submitted:,} have landed"

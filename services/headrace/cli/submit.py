@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,6 +81,24 @@ def submit(
         str | None,
         typer.Option("--model", help="Refuse unless the function runs this model.", show_default=False),
     ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="End the job then, whatever is left: from now (90s, 2h, 1h30m) or ISO 8601 (UTC without an offset).",
+            show_default=False,
+        ),
+    ] = None,
+    max_failed: Annotated[
+        str | None,
+        typer.Option(
+            "--max-failed",
+            metavar="SHARE",
+            help="End the job once a larger share of what ran failed (5%, 0.05); from 20 items on.",
+            show_default=False,
+        ),
+    ] = None,
     patience: Annotated[
         float, typer.Option("--patience", min=0, help="Seconds to go on while nothing gets stored.")
     ] = 60.0,
@@ -105,6 +124,7 @@ def submit(
     options = _options(
         function=function, lane=lane, skip_bad=skip_bad, column=column, id_column=id_column, input_format=input_format,
         rows=rows, default=default, tokenizer=tokenizer, tokenise=tokenise, patience=patience,
+        deadline=deadline, max_failed=max_failed,
     )  # fmt: skip
     shown = SubmitProgress(wanted=progress)
     resume = f"run it again to go on: headrace submit {file} --job {name}"
@@ -155,7 +175,10 @@ def _options(
     tokenizer: Path | None,
     tokenise: str,
     patience: float,
+    deadline: str | None,
+    max_failed: str | None,
 ) -> SubmitOptions:
+    from headrace.client.policies import deadline_us, share
     from headrace.client.submit import SubmitOptions
 
     check_token("function", function)
@@ -181,6 +204,9 @@ def _options(
         tokenise="client" if tokenizer and tokenise == "auto" else tokenise,
         tokenizer=tokenizer,
         patience_s=patience,
+        # From now, and not from when the tokenizer is loaded and the input read.
+        deadline=None if deadline is None else datetime.fromtimestamp(deadline_us(deadline) / 1e6, UTC),
+        max_failed=None if max_failed is None else share(max_failed),
     )
 
 

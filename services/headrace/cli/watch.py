@@ -35,8 +35,9 @@ def watch(
 ) -> None:
     """Watch a job until it ends: ok, failed, queued, running, landing, tokens/s, time left, stragglers.
 
-    Exit code 0 if every item is ok, 3 if any is failed or dead, 4 if the job was cancelled, 5 if --timeout
-    came first. A job that ended long ago is answered at once. It outlives restarts of the services.
+    Exit code 0 if every item is ok, 3 if any is failed or dead, 4 if the job was cancelled or ended early (deadline,
+    failure limit), 5 if --timeout came first. A job that ended long ago is answered at once. It outlives restarts of
+    the services.
     """
     check_token("job", job)
     raise typer.Exit(

@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from headrace.cli.exit_codes import Exit
 from headrace.cli.status import job_status
@@ -17,10 +17,14 @@ from headrace.contracts.errors import NotFound, Unavailable
 if TYPE_CHECKING:
     from headrace.mesh.connection import Mesh
 
+R = TypeVar("R")
+
 ENDED: Final = frozenset({"completed", "completed_with_errors", "cancelled"})
 APPEARS_WITHIN_S: Final = 3.0
 """A job that was opened a moment ago may not be known to completion yet."""
 
+AWAY_PAUSE_S: Final = 1.0
+"""The longest pause between two questions to a service that does not answer, unless readings are further apart."""
 _ONE_READING_S: Final = 1.0
 """What a reading may take however little time is left, so that there is one to show."""
 
@@ -82,38 +86,60 @@ async def follow(
     timeout_s: float | None = None,
     interval_s: float = 0.5,
 ) -> JobStatus | None:
-    """Read the job's status until it has ended, and return the last; None if `timeout_s` is over before.
+    """Read the job's status until it has ended, and return the last; None if `timeout_s` is over before."""
+    return await follow_readings(
+        lambda: job_status(mesh, job),
+        lambda status: status.state in ENDED,
+        show=show,
+        trouble=trouble,
+        timeout_s=timeout_s,
+        interval_s=interval_s,
+    )
+
+
+async def follow_readings(
+    read: Callable[[], Awaitable[R]],
+    ended: Callable[[R], bool],
+    *,
+    show: Callable[[R], None],
+    trouble: Callable[[str], None],
+    timeout_s: float | None = None,
+    interval_s: float = 0.5,
+    first_s: float = 0.05,
+) -> R | None:
+    """Read until what is read has ended, and return the last; None if `timeout_s` is over before.
 
     While the broker or completion is away it goes on trying, and says so once each time. `NotFound` if the
-    job does not appear within seconds.
+    job does not appear within seconds. The pauses grow from `first_s` to `interval_s`: short jobs end soon.
     """
     began = time.monotonic()
     deadline = None if timeout_s is None else began + timeout_s
-    away, known = False, False
-    pause = min(0.05, interval_s)  # short jobs end soon: look often at first
+    away, known, misses = False, False, 0
+    pause = min(first_s, interval_s)
     while True:
         left_s = None if deadline is None else max(_ONE_READING_S, deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s):
-                status = await job_status(mesh, job)
+                found = await read()
         except TimeoutError:
             return None
         except Unavailable as e:
             if not away:
                 trouble(f"{e}; trying again")
-            away = True
+            away, misses = True, misses + 1
         except NotFound:
             if known or time.monotonic() >= min(began + APPEARS_WITHIN_S, deadline or math.inf):
                 raise
         else:
             if away:
                 trouble("answering again")
-            away, known = False, True
-            show(status)
-            if status.state in ENDED:
-                return status
+            away, known, misses = False, True, 0
+            show(found)
+            if ended(found):
+                return found
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             return None
-        await asyncio.sleep(pause if deadline is None else min(pause, max(0.0, deadline - now)))
+        wait = max(pause, min(AWAY_PAUSE_S, 0.05 * 2**misses)) if away else pause
+        await asyncio.sleep(wait if deadline is None else min(wait, max(0.0, deadline - now)))
         pause = min(pause * 1.5, interval_s)

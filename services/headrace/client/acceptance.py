@@ -27,7 +27,7 @@ class Acceptance:
         self.tokeniser = tokeniser
         self._decoder = decoder
         # The job's own defaults are part of each task, and of no line.
-        self._long_line = (maker.room - maker.size(decoder.nothing)) // _GROWTH - 2_048
+        self._long_line = (min(maker.large, maker.limit) - maker.size(decoder.nothing)) // _GROWTH - 2_048
 
     @property
     def labels(self) -> Counter[str]:
@@ -44,9 +44,13 @@ class Acceptance:
         return item
 
     def _check_size(self, item: Item) -> None:
-        size, room = self.maker.size(item), self.maker.room
-        if size > room:
-            raise wrong("", f"the item has {size:,} bytes as a message; the broker takes {room:,} at most")
+        maker = self.maker
+        size = maker.size(item)
+        if size > maker.limit:
+            raise wrong("", f"too_large: the item has {size:,} bytes; max_item_bytes allows {maker.limit:,}")
+        if size > maker.room and (rest := maker.rest(item)) > maker.room:
+            what = f"the item has {rest:,} bytes besides its prompt; the broker takes {maker.room:,} at most"
+            raise wrong("", f"too_large: {what}")
 
     def _check_chat(self, item: Item) -> None:
         """Render the conversation if it is rendered here; refuse variables that only a rendering could honour."""

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.client import results as results_
+from headrace.client import retries as retries_
 from headrace.client import status as status_
 from headrace.client.inputs import SourceArgument
 from headrace.client.submit import OnProgress, Receipt, SubmitOptions, submit
 from headrace.client.writers import ResultFormat, write_results
-from headrace.contracts.api import JobAudit, JobStatus, QueryReply
+from headrace.contracts.api import (
+    DeadEntry,
+    JobAudit,
+    JobStatus,
+    QueryReply,
+    RedriveReply,
+    RetryReply,
+    TenantAudit,
+)
 from headrace.contracts.errors import InvalidInput
 from headrace.contracts.messages import Result
 from headrace.mesh.connection import Mesh
@@ -124,9 +133,31 @@ class AsyncClient:
         """Cancel the job; what has finished stays."""
         return await status_.cancel(self.mesh, job, reason=reason)
 
+    async def retry(self, job: str, *, where: str = "") -> RetryReply:
+        """Run the failed and dead items of an ended job again: all, or those whose outcome fits `where` (SQL)."""
+        return await retries_.retry(self.mesh, job, where=where)
+
+    def dead(self, *, job: str | None = None) -> AsyncIterator[DeadEntry]:
+        """What was given up, newest first: items whose tries are exhausted, and dead letters."""
+        return retries_.dead(self.mesh, job=job)
+
+    async def redrive(
+        self,
+        dead_id: str | None = None,
+        *,
+        job: str | None = None,
+        again: bool = False,
+    ) -> RedriveReply:
+        """Let one dead thing, by its id, or all of a job go its way once more."""
+        return await retries_.redrive(self.mesh, dead_id, job=job, again=again)
+
     async def audit(self, job: str) -> JobAudit:
         """The job's accounting with its proof."""
         return await status_.audit(self.mesh, job)
+
+    async def audit_all(self) -> TenantAudit:
+        """The account of all jobs together."""
+        return await status_.audit_all(self.mesh)
 
     async def jobs(self, *, limit: int = 50, state: str | None = None) -> list[JobStatus]:
         """The newest jobs."""

@@ -63,7 +63,9 @@ class Checker:
             for block in lines.blocks(content):
                 for number, raw in zip(block.numbers, block.lines, strict=True):
                     if raw is None:
-                        self._refuse(number, "", "the line is longer than any message can be: it was skipped")
+                        self._refuse(
+                            number, "", "too_large: the line is longer than any item may be: it was skipped"
+                        )
                         continue
                     if not raw or raw.isspace():
                         continue

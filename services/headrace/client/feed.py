@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Self
 from headrace.client.acceptance import Acceptance
 from headrace.client.inputs import Input
 from headrace.client.items import Item
+from headrace.client.uploads import Upload
 from headrace.contracts.errors import InvalidInput
 from headrace.contracts.messages import Prompt
 from headrace.mesh.publisher import MAX_BATCH, OutMessage
@@ -25,11 +26,15 @@ _REST_BYTES: Final = 8_192
 
 
 class Batch(NamedTuple):
-    """Prepared tasks: `messages[i]` has index `first + i` and came from line `lines[i]`."""
+    """Prepared tasks: `messages[i]` has index `first + i` and came from line `lines[i]`.
+
+    `uploads` are the prompts that have to lie in the object store before, by index.
+    """
 
     first: int
     messages: list[OutMessage]
     lines: list[int]
+    uploads: dict[int, Upload]
 
     @property
     def end(self) -> int:
@@ -39,11 +44,13 @@ class Batch(NamedTuple):
     def after(self, index: int) -> Self:
         """What remains from `index` on."""
         skip = max(0, index - self.first)
-        return type(self)(self.first + skip, self.messages[skip:], self.lines[skip:])
+        uploads = {i: u for i, u in self.uploads.items() if i >= index}
+        return type(self)(self.first + skip, self.messages[skip:], self.lines[skip:], uploads)
 
     def until(self, count: int) -> Self:
         """The first `count` messages."""
-        return type(self)(self.first, self.messages[:count], self.lines[:count])
+        uploads = {i: u for i, u in self.uploads.items() if i < self.first + count}
+        return type(self)(self.first, self.messages[:count], self.lines[:count], uploads)
 
 
 class Feed:
@@ -82,7 +89,8 @@ class Feed:
         if not items:
             return None
         self._source.check_unchanged()
-        batch = Batch(self._index, self._messages(items), lines)
+        self._tokenise(items)
+        batch = self._batch(items, lines)
         self._index = batch.end
         return batch
 
@@ -104,16 +112,27 @@ class Feed:
                     continue  # refused and reported by the first pass
                 yield item, number, len(raw)
 
-    def _messages(self, items: list[Item]) -> list[OutMessage]:
+    def _tokenise(self, items: list[Item]) -> None:
         maker, tokeniser = self._acceptance.maker, self._acceptance.tokeniser
-        first, now = self._index, time.time_ns() // 1_000
         if tokeniser is None:
-            return [maker.message(item, first + i, now) for i, item in enumerate(items)]
+            return
         given: list[Prompt] = [item.prompt for item in items]
         tokeniser.tokenise(items)
         for item, prompt in zip(items, given, strict=True):
             # Token ids can take more room than their text, which is what the first pass measured.
             ids = item.prompt_tokens * _ID_BYTES + _REST_BYTES
-            if item.prompt is not prompt and ids > maker.room and maker.size(item) > maker.room:
+            if item.prompt is not prompt and ids > maker.limit and maker.size(item) > maker.limit:
                 item.prompt = prompt
-        return [maker.message(item, first + i, now) for i, item in enumerate(items)]
+
+    def _batch(self, items: list[Item], lines: list[int]) -> Batch:
+        maker, first, now = self._acceptance.maker, self._index, time.time_ns() // 1_000
+        messages: list[OutMessage] = []
+        uploads: dict[int, Upload] = {}
+        for index, item in enumerate(items, first):
+            message = maker.message(item, index, now)
+            if len(message.data) > maker.large:
+                short, upload = maker.by_reference(item, index, now)
+                if len(short.data) < len(message.data):  # else it is large by its parameters
+                    message, uploads[index] = short, upload
+            messages.append(message)
+        return Batch(first, messages, lines, uploads)

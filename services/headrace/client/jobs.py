@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -30,12 +31,16 @@ TAKEN = (WRONG_LAST_SEQUENCE, WRONG_LAST_SUBJECT_SEQUENCE)
 
 
 class Stored(Struct, frozen=True):
-    """What the last manifest says: items 0..`items`-1 of lines up to `line` are stored; `seq` is its own sequence."""
+    """What the last manifest says: items 0..`items`-1 of lines up to `line` are stored; `seq` is its own sequence.
+
+    `shapes` are the items by shape token.
+    """
 
     items: int = 0
     line: int = 0
     seq: int = 0
     closed: str = ""
+    shapes: Mapping[str, int] = {}
 
 
 def new_job_name() -> str:
@@ -52,8 +57,8 @@ async def last_event(mesh: Mesh, job: str, event: str) -> JobEvent | None:
     return None if found is None else JOB_EVENT.decode(found.data, found.headers)
 
 
-async def open_job(mesh: Mesh, opened: JobOpened, known: JobEvent | None) -> None:
-    """Make the job, unless it is `known` as made before with the same input.
+async def open_job(mesh: Mesh, opened: JobOpened, known: JobEvent | None) -> JobOpened:
+    """Make the job, unless it is `known` as made before with the same input; return how it was opened.
 
     Raise `Conflict` naming both fingerprints if the name belongs to another input.
     """
@@ -67,6 +72,7 @@ async def open_job(mesh: Mesh, opened: JobOpened, known: JobEvent | None) -> Non
             f"{opened.input_fingerprint}): choose another name"
         )
         raise Conflict(msg, code="job_exists")
+    return known
 
 
 async def seal_job(mesh: Mesh, sealed: JobSealed) -> None:
@@ -127,10 +133,12 @@ async def read_manifest(mesh: Mesh, job: str, fingerprint: str) -> Stored:
     manifest = MANIFEST.decode(found.data, found.headers)
     if manifest.closed == "cancelled":
         raise cancelled(job)
+    if manifest.generation > 1:
+        return Stored()  # a retry's: the intake ended long before, as the job's events say
     if manifest.input_fingerprint != fingerprint:
         msg = f"job {job}: what is stored has fingerprint {manifest.input_fingerprint}, this input {fingerprint}"
         raise Conflict(msg, code="job_exists")
-    return Stored(manifest.stored, manifest.consumed_lines, found.sequence, manifest.closed)
+    return Stored(manifest.stored, manifest.consumed_lines, found.sequence, manifest.closed, manifest.shapes)
 
 
 def manifest_message(mesh: Mesh, manifest: Manifest) -> OutMessage:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from headrace.client.formats import Form
 from headrace.client.inputs import InputFormat
+from headrace.client.policies import Deadline, Share
 from headrace.client.problems import LineError
 from headrace.client.tokenise import Where
 from headrace.contracts.names import Lane
@@ -56,7 +57,9 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
 
     `defaults` are fields of `Generation` for lines that do not set them. `form` `rows` takes each line as any JSON
     value, for a function that is no model. `patience_s`: how long to go on while nothing gets stored. `tenant` is that
-    of the settings by default. `traceparent` is the trace that the submit joins.
+    of the settings by default. `traceparent` is the trace that the submit joins. `deadline` and `max_failed` end the
+    job early: when it passes, or when a larger share of what ran is failed or dead. A job keeps those that it was
+    opened with.
     """
 
     function: str = "generate"
@@ -72,3 +75,5 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     patience_s: float = 60.0
     tenant: str | None = None
     traceparent: str | None = None
+    deadline: Deadline | None = None
+    max_failed: Share | None = None

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from headrace.contracts.api import (
+    AuditRequest,
     CancelRequest,
     JobAudit,
     JobRequest,
@@ -16,6 +17,7 @@ from headrace.contracts.api import (
     JobStatus,
     QueryReply,
     QueryRequest,
+    TenantAudit,
 )
 from headrace.contracts.errors import NotFound, Unavailable
 from headrace.mesh.connection import Mesh
@@ -28,6 +30,7 @@ _FIRST_POLL_S: Final = 0.1
 _LAST_POLL_S: Final = 1.0
 _status = msgspec.json.Decoder(JobStatus)
 _audit = msgspec.json.Decoder(JobAudit)
+_tenant = msgspec.json.Decoder(TenantAudit)
 _query = msgspec.json.Decoder(QueryReply)
 _jobs = msgspec.json.Decoder(dict[str, list[JobStatus]])
 
@@ -39,7 +42,12 @@ async def status(mesh: Mesh, job: str) -> JobStatus:
 
 async def audit(mesh: Mesh, job: str, *, timeout_s: float = 30.0) -> JobAudit:
     """The job's status with its proof from three sources. It may take seconds, and is bounded by `timeout_s`."""
-    return _audit.decode(await call_api(mesh, "audit", JobRequest(job=job), timeout_s=timeout_s))
+    return _audit.decode(await call_api(mesh, "audit", AuditRequest(job=job), timeout_s=timeout_s))
+
+
+async def audit_all(mesh: Mesh, *, timeout_s: float = 30.0) -> TenantAudit:
+    """The account of all jobs together, with the names of those that do not balance."""
+    return _tenant.decode(await call_api(mesh, "audit", AuditRequest(), timeout_s=timeout_s))
 
 
 async def cancel(mesh: Mesh, job: str, *, reason: str = "") -> JobStatus:

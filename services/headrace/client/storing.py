@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from headrace.client.feed import Batch, Feed
 from headrace.client.jobs import TAKEN, Stored, drop_old_manifests, manifest_message, undo_if_late, where_is
+from headrace.client.uploads import Uploader
 from headrace.client.window import Window
 from headrace.contracts.errors import Conflict, HeadraceError, Refused, Unavailable
 from headrace.contracts.messages import Manifest
@@ -56,6 +58,7 @@ class Storer:
         prepare_in_thread: bool = False,
     ) -> None:
         self._mesh = mesh
+        self._uploader = Uploader(mesh)
         self._window = Window(feed, in_thread=prepare_in_thread)
         self._job = job
         self._fingerprint = fingerprint
@@ -167,6 +170,7 @@ class Storer:
             while (
                 self._at.closed != "sealed" and (batch := await self._window.take(self._at.items)) is not None
             ):
+                await self._uploader.store(batch.uploads.values())
                 # Staged while the commit of the batch before it is awaited.
                 atomic = AtomicBatch(self._mesh, self._mesh.topology.tasks)
                 await atomic.stage(batch.messages)
@@ -199,10 +203,11 @@ class Storer:
             stored=items,
             consumed_lines=line,
             closed=closed,
+            shapes=self._shapes(batch),
         )
         message = manifest_message(self._mesh, manifest)
         ack = await atomic.commit(message, expected_last_subject_seq=self._at.seq)
-        self._at = Stored(items, line, ack.seq, closed)
+        self._at = Stored(items, line, ack.seq, closed, manifest.shapes)
         if batch is not None:
             self._window.confirm()
         crash_point("submit-batch-stored")
@@ -216,6 +221,15 @@ class Storer:
         self._commits += 1
         if self._commits % _KEEP_EVERY == 0:
             await drop_old_manifests(self._mesh, self._job)
+
+    def _shapes(self, batch: Batch | None) -> dict[str, int]:
+        """What is stored by shape with `batch`: the last manifest's count, and the shape in each subject."""
+        shapes = dict(self._at.shapes)
+        if batch is not None:
+            for subject, n in Counter(m.subject for m in batch.messages).items():
+                shape = subject.rsplit(".", 2)[1]
+                shapes[shape] = shapes.get(shape, 0) + n
+        return shapes
 
     def _gave_up(self, trouble: HeadraceError) -> HeadraceError:
         """The error that names what is not stored."""

@@ -27,13 +27,15 @@ from headrace.client.jobs import (
     seal_job,
 )
 from headrace.client.options import OnProgress, Progress, Receipt, SubmitOptions
+from headrace.client.policies import deadline_us, share, time_text
 from headrace.client.problems import InvalidLines
 from headrace.client.storing import Storer
 from headrace.client.tasks import TaskMaker, task_headers
 from headrace.client.tokenise import Tokeniser
-from headrace.contracts.errors import HeadraceError, Unavailable
+from headrace.contracts.errors import HeadraceError, InvalidInput, Unavailable
 from headrace.contracts.messages import FunctionSpec, JobOpened, JobSealed
 from headrace.contracts.names import Lane
+from headrace.mesh.blobs import BlobStore
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.jsapi import JetStreamError
 from headrace.mesh.spans import JobTrace, submit_span
@@ -67,6 +69,9 @@ class Submission:
         self._report = report
         self._tenant = options.tenant or mesh.settings.tenant
         self._trace: JobTrace | None = None
+        self._deadline_us = None if options.deadline is None else deadline_us(options.deadline)
+        self._max_failed = None if options.max_failed is None else share(options.max_failed)
+        self._notes: list[str] = []
 
     async def run(self) -> Receipt:
         """Check, open, store, seal."""
@@ -78,13 +83,28 @@ class Submission:
         before = known.traceparent if isinstance(known, JobOpened) else None
         self._trace = self._new_trace(before or self._options.traceparent)
         try:
-            await self._patiently(lambda: open_job(self._mesh, self._opened(checked), known))
+            if known is None and self._deadline_us is not None and self._deadline_us <= _now_us():
+                raise _too_late(self._deadline_us)
+            opened = await self._patiently(lambda: open_job(self._mesh, self._opened(checked), known))
+            self._keep_policy(opened)
             receipt = await self._store(checked)
         except BaseException as e:
             self._end_trace(0, e)
             raise
         self._end_trace(receipt.submitted, None)
         return receipt
+
+    def _keep_policy(self, opened: JobOpened) -> None:
+        """A job's deadline is the one that it was opened with, so a resumed submit gives its items that one."""
+        if known := opened.deadline_us:
+            if self._deadline_us not in (None, known):
+                self._notes.append(f"the job keeps the deadline that it was opened with, {time_text(known)}")
+        elif self._deadline_us is not None:
+            self._notes.append("the job was opened without a deadline, and keeps none")
+        if self._max_failed not in (None, opened.max_failed):
+            kept = "none" if opened.max_failed is None else f"{opened.max_failed:g}"
+            self._notes.append(f"the job keeps the failure limit that it was opened with: {kept}")
+        self._deadline_us = opened.deadline_us
 
     # --- the steps -----------------------------------------------------------------------------------
     def _new_trace(self, parent: str | None) -> JobTrace | None:
@@ -107,6 +127,9 @@ class Submission:
             tenant=self._tenant,
             max_payload=self._mesh.max_payload,
             headers=headers,
+            large=self._mesh.settings.large_item_bytes,
+            limit=min(self._mesh.settings.max_item_bytes, BlobStore(self._mesh).limit),
+            deadline_us=self._deadline_us,
         )
         decoder = LineDecoder(self._spec, form=self._options.form, defaults=self._options.defaults)
         return Acceptance(decoder, maker, self._tokeniser)
@@ -147,6 +170,8 @@ class Submission:
             source=self._lines.name[:1024],
             at_us=_now_us(),
             traceparent=self._trace.traceparent if self._trace is not None else None,
+            deadline_us=self._deadline_us,
+            max_failed=self._max_failed,
         )
 
     async def _look(self, checked: Checked) -> tuple[Stored, int | None]:
@@ -163,6 +188,7 @@ class Submission:
         if count is not None:
             note = f"job {self._job} was submitted before, with this input: nothing was added"
             return self._receipt(checked, count, count, note)
+        at = stored
         if stored.closed != "sealed":
             feed = Feed(
                 self._lines,
@@ -197,19 +223,20 @@ class Submission:
                 progress=progress,
                 prepare_in_thread=self._tokeniser is not None,
             )
-            await storer.run(stored)
+            at = await storer.run(stored)
         self._lines.check_unchanged()
-        await self._seal(checked)
+        await self._seal(checked, at)
         self._report(Progress(job=self._job, phase="sealed", stored=total, items=total))
         return self._receipt(checked, total, stored.items, None)
 
-    async def _seal(self, checked: Checked) -> None:
+    async def _seal(self, checked: Checked, at: Stored) -> None:
         sealed = JobSealed(
             job=self._job,
             count=checked.accepted,
             input_fingerprint=checked.fingerprint,
             refused=checked.refused,
             at_us=_now_us(),
+            shapes=dict(at.shapes),
         )
         await self._patiently(lambda: seal_job(self._mesh, sealed))
         try:
@@ -239,7 +266,7 @@ class Submission:
             refused=checked.refused,
             resumed_from=resumed_from,
             errors=checked.errors,
-            notes=[*checked.notes, *([note] if note else [])],
+            notes=[*checked.notes, *self._notes, *([note] if note else [])],
             trace_id=self._trace.trace_id if self._trace is not None else None,
         )
 
@@ -247,6 +274,11 @@ class Submission:
         if self._trace is not None:
             code = error.code if isinstance(error, HeadraceError) else type(error).__name__ if error else None
             self._trace.end(count=count, error=code)
+
+
+def _too_late(at_us: int) -> InvalidInput:
+    msg = f"the deadline {time_text(at_us)} has passed: nothing was stored"
+    return InvalidInput(msg, field="deadline", code="invalid_deadline")
 
 
 def _now_us() -> int:

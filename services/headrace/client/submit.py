@@ -15,6 +15,7 @@ from headrace.client.options import OnProgress, Progress, Receipt, SubmitOptions
 from headrace.client.submission import Submission
 from headrace.client.tokenise import choose_tokeniser
 from headrace.contracts.names import Lane, check_token
+from headrace.mesh.checks.start import refuse_loss
 from headrace.mesh.connection import Mesh
 from headrace.mesh.provision import get_function
 
@@ -30,13 +31,15 @@ async def submit(
     """Store every line of `source` durably under `job` (a new UUIDv7 by default) and return the receipt.
 
     Raise `InvalidLines` (nothing is stored) unless `skip_bad`; `InvalidInput`, `NotFound` (file, function); `Conflict`
-    (the name is taken by another input, the job was cancelled); `Refused` or `Unavailable` naming what is not stored.
+    (the name is taken by another input, the job was cancelled, the streams would not keep it); `Refused` or
+    `Unavailable` naming what is not stored.
     """
     options = options or SubmitOptions()
     name = check_token("job", job) if job is not None else new_job_name()
     mesh.subjects.task(options.function, options.lane, 0, name)  # refuses what cannot stand in a subject
     lane = Lane(options.lane)
     spec = await get_function(mesh, options.function)
+    await refuse_loss(mesh, (mesh.topology.tasks, mesh.topology.jobs))
     if options.tenant is not None:
         check_token("tenant", options.tenant)
     report = on_progress or _quiet

@@ -12,7 +12,15 @@ from headrace.client.aio import AsyncClient
 from headrace.client.inputs import SourceArgument
 from headrace.client.submit import OnProgress, Receipt, SubmitOptions
 from headrace.client.writers import ResultFormat
-from headrace.contracts.api import JobAudit, JobStatus, QueryReply
+from headrace.contracts.api import (
+    DeadEntry,
+    JobAudit,
+    JobStatus,
+    QueryReply,
+    RedriveReply,
+    RetryReply,
+    TenantAudit,
+)
 from headrace.contracts.messages import Result
 from headrace.mesh.settings import Settings
 
@@ -129,9 +137,31 @@ class Client:
         """Cancel the job; what has finished stays."""
         return self._run(self._client.cancel(job, reason=reason))
 
+    def retry(self, job: str, *, where: str = "") -> RetryReply:
+        """Run the failed and dead items of an ended job again: all, or those whose outcome fits `where` (SQL)."""
+        return self._run(self._client.retry(job, where=where))
+
+    def dead(self, *, job: str | None = None) -> Iterator[DeadEntry]:
+        """What was given up, newest first: items whose tries are exhausted, and dead letters."""
+        return self._iterate(self._client.dead(job=job))
+
+    def redrive(
+        self,
+        dead_id: str | None = None,
+        *,
+        job: str | None = None,
+        again: bool = False,
+    ) -> RedriveReply:
+        """Let one dead thing, by its id, or all of a job go its way once more."""
+        return self._run(self._client.redrive(dead_id, job=job, again=again))
+
     def audit(self, job: str) -> JobAudit:
         """The job's accounting with its proof."""
         return self._run(self._client.audit(job))
+
+    def audit_all(self) -> TenantAudit:
+        """The account of all jobs together."""
+        return self._run(self._client.audit_all())
 
     def jobs(self, *, limit: int = 50, state: str | None = None) -> list[JobStatus]:
         """The newest jobs."""

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from typing import Final
 
 from headrace.client.items import Item
-from headrace.contracts.codec import SCHEMA_HEADER, TASK, TRACEPARENT
-from headrace.contracts.messages import FunctionSpec, Row, Task
+from headrace.client.uploads import Upload
+from headrace.contracts.codec import PROMPT, SCHEMA_HEADER, TASK, TRACEPARENT
+from headrace.contracts.messages import Blob, BlobPrompt, FunctionSpec, Row, Task
 from headrace.contracts.names import Lane
+from headrace.contracts.objects import blob_of
 from headrace.contracts.subjects import MAX_SHAPE, Subjects, shape_of
 from headrace.mesh.wire import OutMessage, header_block
 
 RESERVED: Final = 1_024
 """Bytes of max_payload kept for headers: the batch's, the trace's, the schema's."""
+
+LARGE: Final = 512 << 10
+LIMIT: Final = 32_000_000
+"""Defaults of the settings `large_item_bytes` and `max_item_bytes`."""
 
 TaskHeaders = Callable[[Task], bytes]
 """The header block of a task; called once for each, in the order of indices."""
@@ -45,7 +51,8 @@ def task_headers(traceparent_of: Callable[[Task], str | None] | None = None) -> 
 class TaskMaker:
     """Makes the messages of one job.
 
-    `room` is how many bytes a task may have: max_payload less what headers need.
+    `room` is how many bytes a message may have: max_payload less what headers need. The prompt of a task with more than
+    `large` bytes becomes an object; no task may have more than `limit` with its prompt.
     """
 
     def __init__(
@@ -58,8 +65,14 @@ class TaskMaker:
         tenant: str,
         max_payload: int,
         headers: TaskHeaders | None = None,
+        large: int = LARGE,
+        limit: int = LIMIT,
+        deadline_us: int | None = None,
     ) -> None:
         self.room = max_payload - RESERVED
+        self.large = min(large, self.room)
+        self.limit = limit
+        self._deadline_us = deadline_us
         self._spec = spec
         self._job = job
         self._tenant = tenant
@@ -74,17 +87,31 @@ class TaskMaker:
         task = self._task(item, index, submitted_us)
         return OutMessage(self._subjects[self._shape(item)], TASK.encode(task), self._headers(task))
 
+    def by_reference(self, item: Item, index: int, submitted_us: int) -> tuple[OutMessage, Upload]:
+        """The message of an item whose prompt is an object, and that object; equal items give equal ones."""
+        data = PROMPT.encode(item.prompt)
+        upload = Upload(blob_of(f"{self._job}/{index}@1", "input", data), data)
+        task = self._task(item, index, submitted_us, BlobPrompt(blob=upload.blob))
+        message = OutMessage(self._subjects[self._shape(item)], TASK.encode(task), self._headers(task))
+        return message, upload
+
     def size(self, item: Item) -> int:
-        """Bytes of the task that `item` becomes."""
+        """Bytes of the task that `item` becomes, with its prompt."""
         return len(TASK.encode(self._task(item, 2**52, 2**51)))
 
-    def _task(self, item: Item, index: int, submitted_us: int) -> Task:
+    def rest(self, item: Item) -> int:
+        """Bytes of the message of `item` if its prompt is an object."""
+        blob = blob_of(f"{self._job}/{2**52}@1", "input", b"")
+        stub = BlobPrompt(blob=Blob(name=blob.name, size=2**52, digest=blob.digest))
+        return len(TASK.encode(self._task(item, 2**52, 2**51, stub)))
+
+    def _task(self, item: Item, index: int, submitted_us: int, prompt: BlobPrompt | None = None) -> Task:
         params = item.params
         return Task(
             job=self._job,
             index=index,
             function=self._spec.name,
-            prompt=item.prompt,
+            prompt=prompt or item.prompt,
             params=params.generation,
             params_fingerprint=params.fingerprint,
             tenant=self._tenant,
@@ -93,6 +120,7 @@ class TaskMaker:
             prompt_tokens=item.prompt_tokens,
             chat=item.chat,
             submitted_us=submitted_us,
+            deadline_us=self._deadline_us,
         )
 
     def _shape(self, item: Item) -> int:

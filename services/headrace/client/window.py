@@ -35,7 +35,8 @@ class Window:
 
     def shrink(self) -> None:
         """Give out smaller batches, which may still fit into a queue that is nearly full."""
-        self._limit = max(1, self._limit // 2)
+        last = len(self._ready[0].messages) if self._ready else BATCH_ITEMS
+        self._limit = max(1, min(self._limit, last) // 2)
 
     async def take(self, stored: int) -> Batch | None:
         """The next batch, without the items below index `stored`; None at the end of the input."""

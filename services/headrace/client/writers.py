@@ -18,6 +18,7 @@ from headrace.contracts.messages import Result
 
 ResultFormat = Literal["jsonl", "openai", "parquet"]
 _ROW_GROUP: Final = 10_000
+_ROW_GROUP_BYTES: Final = 64 << 20
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,17 +114,20 @@ class ParquetWriter:
         )
         self._writer: Any = parquet.ParquetWriter(out, self._schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
+        self._bytes = 0
 
     def write(self, results: list[Result]) -> None:
         """Add a page of outcomes."""
-        self._rows += [_row(r) for r in results]
-        if len(self._rows) >= _ROW_GROUP:
+        rows = [_row(r) for r in results]
+        self._rows += rows
+        self._bytes += sum(len(row["output"] or "") + len(row["choices"] or "") for row in rows)
+        if len(self._rows) >= _ROW_GROUP or self._bytes >= _ROW_GROUP_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         table = self._arrow.Table.from_pylist(self._rows, schema=self._schema)
         self._writer.write_table(table)
-        self._rows = []
+        self._rows, self._bytes = [], 0
 
     def close(self) -> None:
         """Write the rest and the footer."""

@@ -23,7 +23,8 @@ BATCH = 50
 """Few at a time: each may be as large as a message can be."""
 
 _INSERT = """
-INSERT INTO dead VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, make_timestamp($10::BIGINT)) ON CONFLICT DO NOTHING"""
+INSERT INTO dead (sequence, origin, subject, reason, data, headers, stream, stream_sequence, tries, died_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, make_timestamp($10::BIGINT)) ON CONFLICT DO NOTHING"""
 
 
 class DeadLetters:

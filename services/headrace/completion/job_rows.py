@@ -1,5 +1,7 @@
 """The state of jobs, as SQL on the table `jobs`: `open → sealed → completed | completed_with_errors | cancelled`.
 
+A retry brings a job that ended otherwise than `cancelled` back to `sealed`, as its next generation (`retry_rows`).
+
 Each function works inside the caller's transaction, changes nothing when repeated, and does not depend on the order
 in which events arrive (a redelivered `opened` may come after `sealed`). `cancelling` stands between a
 cancellation's intent and its end, so that a start-up can take it up again.
@@ -11,41 +13,51 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from headrace.completion.outcomes import Delta, apply_deltas
 from headrace.completion.store import Connection
-from headrace.contracts.messages import JobCancelled, JobCompleted, JobOpened, JobSealed
+from headrace.contracts.messages import Cause, JobCancelled, JobCompleted, JobOpened, JobSealed
 
 ENDED: Final = ("completed", "completed_with_errors", "cancelled")
-"""States that a job does not leave."""
+"""States that a job leaves by a retry only."""
 
 FILL_ROWS: Final = 50_000
 """Rows of one transaction when a job of millions is cancelled: what is not committed yet is held in memory."""
 
 _OPENED = """
-INSERT INTO jobs (job, tenant, function, model, lane, source, input_fingerprint, opened_at, trace_id)
-VALUES ($job, $tenant, $function, $model, $lane, $source, $fingerprint, make_timestamp($at::BIGINT), $trace_id)
+INSERT INTO jobs (job, tenant, function, model, lane, source, input_fingerprint, opened_at, trace_id, deadline_at,
+    max_failed)
+VALUES ($job, $tenant, $function, $model, $lane, $source, $fingerprint, make_timestamp($at::BIGINT), $trace_id,
+    make_timestamp($deadline::BIGINT), $max_failed)
 ON CONFLICT (job) DO UPDATE SET
     tenant = excluded.tenant, function = excluded.function, model = coalesce(excluded.model, jobs.model),
     lane = excluded.lane, source = excluded.source, input_fingerprint = excluded.input_fingerprint,
-    opened_at = excluded.opened_at, trace_id = excluded.trace_id"""
+    opened_at = excluded.opened_at, trace_id = excluded.trace_id, max_failed = excluded.max_failed,
+    deadline_at = CASE WHEN coalesce(jobs.generation, 1) = 1 THEN excluded.deadline_at ELSE jobs.deadline_at END"""
 
 _SEALED = """
-INSERT INTO jobs (job, state, count, refused, sealed_at, opened_at)
-VALUES ($job, 'sealed', $count, $refused, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
+INSERT INTO jobs (job, state, count, refused, shapes, sealed_at, opened_at)
+VALUES ($job, 'sealed', $count, $refused, $shapes, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
 ON CONFLICT (job) DO UPDATE SET
     count = coalesce(jobs.count, excluded.count), refused = excluded.refused, sealed_at = excluded.sealed_at,
+    shapes = coalesce(jobs.shapes, excluded.shapes),
     state = CASE WHEN jobs.state = 'open' THEN 'sealed' ELSE jobs.state END"""
 
 _CANCELLING = """
-INSERT INTO jobs (job, state, cancel_reason, cancelled_at, opened_at)
-VALUES ($job, 'cancelling', $reason, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
+INSERT INTO jobs (job, state, cancel_reason, cancel_cause, cancelled_at, opened_at)
+VALUES ($job, 'cancelling', $reason, $cause, make_timestamp($at::BIGINT), make_timestamp($at::BIGINT))
 ON CONFLICT (job) DO UPDATE SET
-    state = 'cancelling', cancel_reason = excluded.cancel_reason, cancelled_at = excluded.cancelled_at
+    state = 'cancelling', cancel_reason = excluded.cancel_reason, cancel_cause = excluded.cancel_cause,
+    cancelled_at = excluded.cancelled_at
     WHERE jobs.state IN ('open', 'sealed')"""
 
-_CANCEL_COUNT = "UPDATE jobs SET count = $count WHERE job = $job AND state = 'cancelling'"
+_CANCEL_COUNT = """
+UPDATE jobs SET count = $count, shapes = coalesce($shapes, shapes) WHERE job = $job AND state = 'cancelling'"""
 
-_ANNOUNCED = "UPDATE jobs SET announced = true WHERE job = $job AND NOT announced"
+# The end of an older generation says nothing of the one that runs.
+_ANNOUNCED = """
+UPDATE jobs SET announced = true WHERE job = $job AND NOT announced AND coalesce(generation, 1) <= $generation"""
 
 _NAMED = "SELECT unnest(from_json($1::VARCHAR, '[\"VARCHAR\"]'))"
 
@@ -53,22 +65,43 @@ _FULL = f"""
 SELECT job, count, max_index FROM jobs
 WHERE state = 'sealed' AND count IS NOT NULL AND landed >= count AND job IN ({_NAMED})"""  # noqa: S608
 
-_BELOW = """SELECT count(DISTINCT "index") FROM outcomes WHERE job = $1 AND "index" < $2"""
+_BELOW = """SELECT count(DISTINCT "index") FROM current_outcomes WHERE job = $1 AND "index" < $2"""
 
 _FINISH = f"""
 UPDATE jobs SET ended_at = make_timestamp($2::BIGINT),
     state = CASE WHEN failed + dead + cancelled > 0 THEN 'completed_with_errors' ELSE 'completed' END
 WHERE state = 'sealed' AND job IN ({_NAMED})"""  # noqa: S608
 
-_FILL = """
+# What the outcome of an item that did not run has as its error's type, by what ended the job.
+_WHY = "CASE j.cancel_cause WHEN 'deadline' THEN 'deadline' WHEN 'failures' THEN 'stopped_early' ELSE 'cancelled' END"
+
+_FILL = f"""
 INSERT INTO outcomes (job, "index", generation, tenant, function, status, attempt, prompt_tokens, completion_tokens,
     cached_tokens, landed_at, chat, model, error_type, error_message)
 SELECT $job, i, 1, j.tenant, j.function, 'cancelled', 0, 0, 0, 0, make_timestamp($at::BIGINT), false, j.model,
-    'cancelled', nullif(j.cancel_reason, '')
+    {_WHY}, nullif(j.cancel_reason, '')
 FROM range($first::BIGINT, $end::BIGINT) AS r(i), (SELECT * FROM jobs WHERE job = $job) AS j
 WHERE NOT EXISTS (
     SELECT 1 FROM outcomes AS o
-    WHERE o.job = $job AND o."index" = r.i AND o."index" >= $first::BIGINT AND o."index" < $end::BIGINT)"""
+    WHERE o.job = $job AND o."index" = r.i AND o."index" >= $first::BIGINT AND o."index" < $end::BIGINT)"""  # noqa: S608  (constants)
+
+# What a retry had not brought to an outcome is cancelled in its own generation, beside the outcome that it was to mend.
+_FILL_RETRIES = f"""
+INSERT INTO outcomes (job, "index", generation, tenant, function, status, attempt, prompt_tokens, completion_tokens,
+    cached_tokens, landed_at, chat, model, error_type, error_message, custom_id, params_fingerprint, shape)
+SELECT r.job, r."index", r.generation, o.tenant, o.function, 'cancelled', 0, 0, 0, 0, make_timestamp($at::BIGINT),
+    o.chat, o.model, {_WHY}, nullif(j.cancel_reason, ''), o.custom_id, o.params_fingerprint, o.shape
+FROM retry_items AS r JOIN jobs AS j ON j.job = r.job
+    JOIN outcomes AS o ON o.job = r.job AND o."index" = r."index" AND o.generation < r.generation
+WHERE r.job = $job AND r."index" >= $first::BIGINT AND r."index" < $end::BIGINT
+    AND NOT EXISTS (
+        SELECT 1 FROM outcomes AS done
+        WHERE done.job = r.job AND done."index" = r."index" AND done.generation >= r.generation)
+QUALIFY row_number() OVER (PARTITION BY r."index" ORDER BY r.generation DESC, o.generation DESC) = 1"""  # noqa: S608  (constants)
+
+_COUNT_AND_GENERATION = """
+SELECT count, coalesce((SELECT max(r.generation) FROM retries AS r WHERE r.job = jobs.job), 1)
+FROM jobs WHERE job = ?"""
 
 _CANCELLED = """
 UPDATE jobs SET state = 'cancelled', ended_at = make_timestamp($at::BIGINT) WHERE job = $job"""
@@ -88,6 +121,8 @@ def opened(connection: Connection, event: JobOpened) -> None:
             "source": event.source,
             "fingerprint": event.input_fingerprint,
             "at": event.at_us or now_us(),
+            "deadline": event.deadline_us,
+            "max_failed": event.max_failed,
             "trace_id": parts[1] if len(parts) == 4 else None,  # noqa: PLR2004  (W3C trace context)
         },
     )
@@ -95,26 +130,37 @@ def opened(connection: Connection, event: JobOpened) -> None:
 
 def sealed(connection: Connection, event: JobSealed) -> None:
     """Note how many items the job has; a job that is being cancelled keeps the count it was cancelled with."""
-    values = {"job": event.job, "count": event.count, "refused": event.refused, "at": event.at_us or now_us()}
+    values = {
+        "job": event.job,
+        "count": event.count,
+        "refused": event.refused,
+        "shapes": _shapes(event.shapes),
+        "at": event.at_us or now_us(),
+    }
     connection.execute(_SEALED, values)
 
 
-def cancelling(connection: Connection, job: str, reason: str, *, at_us: int = 0) -> str:
-    """Note the intent to cancel, unless the job has ended; return its state now."""
-    connection.execute(_CANCELLING, {"job": job, "reason": reason, "at": at_us or now_us()})
+def cancelling(
+    connection: Connection, job: str, reason: str, *, cause: Cause = "requested", at_us: int = 0
+) -> str:
+    """Note the intent to cancel, and why, unless the job has ended; return its state now."""
+    values = {"job": job, "reason": reason, "cause": cause, "at": at_us or now_us()}
+    connection.execute(_CANCELLING, values)
     return state_of(connection, job) or "cancelling"
 
 
 def cancelled_event(connection: Connection, event: JobCancelled) -> str:
     """Note the event that says how many items the cancelled job has; return the job's state now."""
-    state = cancelling(connection, event.job, event.reason, at_us=event.at_us)
-    connection.execute(_CANCEL_COUNT, {"job": event.job, "count": event.count})
+    state = cancelling(connection, event.job, event.reason, cause=event.cause, at_us=event.at_us)
+    connection.execute(
+        _CANCEL_COUNT, {"job": event.job, "count": event.count, "shapes": _shapes(event.shapes)}
+    )
     return state
 
 
 def completed(connection: Connection, event: JobCompleted) -> None:
-    """Note that the job's last event is stored."""
-    connection.execute(_ANNOUNCED, {"job": event.job})
+    """Note that the last event of the job, as far as that generation goes, is stored."""
+    connection.execute(_ANNOUNCED, {"job": event.job, "generation": event.generation})
 
 
 def finish_full(connection: Connection, jobs: Sequence[str]) -> list[JobCompleted]:
@@ -135,7 +181,7 @@ def _has_all(connection: Connection, job: str, count: int) -> bool:
 
 
 def fill_cancelled(connection: Connection, job: str, first: int) -> tuple[int, JobCompleted | None]:
-    """Give the indices without an outcome from `first` on a `cancelled` one, as many as one transaction should hold.
+    """Give what has no current outcome from index `first` on a `cancelled` one, as many as one transaction should hold.
 
     Return where to go on, and at the end the job's last event. A job that is not being cancelled is left alone.
     """
@@ -146,8 +192,8 @@ def fill_cancelled(connection: Connection, job: str, first: int) -> tuple[int, J
         return -1, None
     count, tenant, function = found
     now, end = now_us(), min(count, first + FILL_ROWS)
-    inserted = connection.execute(_FILL, {"job": job, "first": first, "end": end, "at": now}).fetchone()
-    added = int(inserted[0]) if inserted else 0
+    part = {"job": job, "first": first, "end": end, "at": now}
+    added = sum(int(connection.execute(s, part).fetchall()[0][0]) for s in (_FILL, _FILL_RETRIES))
     delta = Delta(
         job=job,
         tenant=tenant,
@@ -168,22 +214,36 @@ def endings(connection: Connection, jobs: Sequence[str] | None = None) -> list[J
     """The last event of each ended job: of `jobs`, or of all whose event is not known to be stored."""
     condition = "NOT announced" if jobs is None else f"job IN ({_NAMED})"
     rows = connection.execute(
-        f"""SELECT job, state, coalesce(count, landed), ok, failed, dead, cancelled, epoch_us(ended_at) FROM jobs
-        WHERE state IN ('completed', 'completed_with_errors', 'cancelled') AND {condition}""",  # noqa: S608
+        f"""SELECT job, state, coalesce(count, landed), ok, failed, dead, cancelled, epoch_us(ended_at),
+            coalesce(generation, 1), coalesce(cancel_cause, 'requested'), coalesce(cancel_reason, '')
+        FROM jobs WHERE state IN ('completed', 'completed_with_errors', 'cancelled') AND {condition}""",  # noqa: S608
         [] if jobs is None else [_json(jobs)],
     ).fetchall()
     return [
         JobCompleted(
-            job=r[0], state=r[1], count=r[2], ok=r[3], failed=r[4], dead=r[5], cancelled=r[6], at_us=r[7] or 0
+            job=r[0],
+            state=r[1],
+            count=r[2],
+            ok=r[3],
+            failed=r[4],
+            dead=r[5],
+            cancelled=r[6],
+            at_us=r[7] or 0,
+            generation=r[8],
+            cause=r[9] if r[1] == "cancelled" else None,
+            reason=r[10] if r[1] == "cancelled" else "",
         )
         for r in rows
     ]
 
 
-def being_cancelled(connection: Connection) -> list[tuple[str, str]]:
-    """Each job whose cancellation has begun and not ended, with its reason."""
-    rows = connection.execute("SELECT job, coalesce(cancel_reason, '') FROM jobs WHERE state = 'cancelling'")
-    return [(job, reason) for job, reason in rows.fetchall()]
+def being_cancelled(connection: Connection) -> list[tuple[str, str, Cause]]:
+    """Each job whose cancellation has begun and not ended, with its reason and cause."""
+    rows = connection.execute(
+        "SELECT job, coalesce(cancel_reason, ''), coalesce(cancel_cause, 'requested') FROM jobs "
+        "WHERE state = 'cancelling'"
+    )
+    return [(job, reason, cause) for job, reason, cause in rows.fetchall()]
 
 
 def state_of(connection: Connection, job: str) -> str | None:
@@ -192,9 +252,20 @@ def state_of(connection: Connection, job: str) -> str | None:
     return None if row is None else str(row[0])
 
 
+def count_and_generation(connection: Connection, job: str) -> tuple[int | None, int]:
+    """How many items the job has (None while its intake is open), and the generation of its last retry, else 1."""
+    row = connection.execute(_COUNT_AND_GENERATION, [job]).fetchone()
+    return (None, 1) if row is None else (row[0], int(row[1]))
+
+
 def now_us() -> int:
     """Microseconds since the epoch."""
     return time.time_ns() // 1_000
+
+
+def _shapes(counts: dict[str, int]) -> str | None:
+    """Items by shape as the column `shapes` has them; None where they are not known."""
+    return msgspec.json.encode(counts).decode() if counts else None
 
 
 def _json(names: Sequence[str]) -> str:

@@ -1,17 +1,25 @@
-"""The life of jobs: applies `opened`, `sealed`, `cancelled` and `completed` to the data plane, in batches."""
+"""The life of jobs: applies `opened`, `sealed`, `retried`, `cancelled`, `completed` to the data plane, in batches."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
-from headrace.completion import job_rows
+from headrace.completion import job_rows, retry_rows
 from headrace.completion.announce import Announcer
 from headrace.completion.patience import renewed, write_patiently
 from headrace.completion.store import Connection, Store
 from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError, Undecodable
-from headrace.contracts.messages import JobCancelled, JobCompleted, JobEvent, JobOpened, JobRetried, JobSealed
+from headrace.contracts.messages import (
+    Cause,
+    JobCancelled,
+    JobCompleted,
+    JobEvent,
+    JobOpened,
+    JobRetried,
+    JobSealed,
+)
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery
 from headrace.mesh.crash import crash_point
@@ -23,7 +31,10 @@ BATCH = 200
 
 
 class Jobs:
-    """Keeps the states of jobs until it is stopped; `cancel` is called with each job that is to be cancelled."""
+    """Keeps the states of jobs until it is stopped; `cancel` is called with each job that is to be cancelled.
+
+    `on_ended` is called after jobs have ended.
+    """
 
     def __init__(
         self,
@@ -31,13 +42,16 @@ class Jobs:
         store: Store,
         settler: Settler,
         announcer: Announcer,
-        cancel: Callable[[str, str], None],
+        cancel: Callable[[str, str, Cause], None],
+        *,
+        on_ended: Callable[[], None],
     ) -> None:
         self._mesh = mesh
         self._store = store
         self._settler = settler
         self._announcer = announcer
         self._cancel = cancel
+        self._on_ended = on_ended
         self._consumer = BatchConsumer(mesh, mesh.topology.jobs_consumer(), batch=BATCH, wait_s=0.0)
 
     async def run(self) -> None:
@@ -73,20 +87,21 @@ class Jobs:
         endings, cancelling = await write_patiently(self._store, "job events", apply, events)
         crash_point("job-events-committed")
         await self._announcer.announce(endings)
-        for job, reason in cancelling:
-            self._cancel(job, reason)
+        for job, reason, cause in cancelling:
+            self._cancel(job, reason, cause)
         for event in events:
             if isinstance(event, JobCompleted):
-                await self._announcer.clear(event.job)
+                await self._announcer.clear(event.job, event.generation)
+                self._on_ended()
         await self._settler.ack_all(taken)
 
 
 def apply(
     connection: Connection, events: Sequence[JobEvent]
-) -> tuple[list[JobCompleted], list[tuple[str, str]]]:
-    """Apply `events`; return the last events of jobs that are complete now, and the jobs to cancel with reasons."""
+) -> tuple[list[JobCompleted], list[tuple[str, str, Cause]]]:
+    """Apply `events`; return the last events of jobs that are complete now, and the jobs to cancel, with why."""
     check: list[str] = []
-    cancelling: list[tuple[str, str]] = []
+    cancelling: list[tuple[str, str, Cause]] = []
     for event in events:
         match event:
             case JobOpened():
@@ -96,9 +111,9 @@ def apply(
                 check.append(event.job)
             case JobCancelled():
                 if job_rows.cancelled_event(connection, event) == "cancelling":
-                    cancelling.append((event.job, event.reason))
+                    cancelling.append((event.job, event.reason, event.cause))
             case JobRetried():
-                pass
+                retry_rows.retried(connection, event)
             case JobCompleted():
                 job_rows.completed(connection, event)
     return job_rows.finish_full(connection, check), cancelling

@@ -10,9 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 
-from headrace.completion import job_rows
+from headrace.completion import job_rows, large_rows
 from headrace.completion.announce import Announcer
+from headrace.completion.blobs import Blobs
+from headrace.completion.large_rows import Large
 from headrace.completion.outcomes import insert_results
 from headrace.completion.patience import renewed, write_patiently
 from headrace.completion.store import Connection, Store
@@ -36,12 +39,15 @@ Pair = tuple[Delivery, Result]
 class Landing:
     """Lands results until it is stopped. `landed` is set anew at each commit, for those who wait for a row."""
 
-    def __init__(self, mesh: Mesh, store: Store, settler: Settler, announcer: Announcer) -> None:
+    def __init__(
+        self, mesh: Mesh, store: Store, settler: Settler, announcer: Announcer, blobs: Blobs
+    ) -> None:
         options = mesh.settings.completion
         self._mesh = mesh
         self._store = store
         self._settler = settler
         self._announcer = announcer
+        self._blobs = blobs
         # One batch being written, one being acked, one arriving.
         self._consumer = BatchConsumer(
             mesh,
@@ -60,9 +66,9 @@ class Landing:
         async for batch in self._consumer:
             pairs: list[Pair] = []
             endings: list[JobCompleted] = []
-            async with renewed(self._mesh, batch):
+            async with renewed(self._mesh, batch, lambda: self._consumer.waiting):
                 for part in sliced(await self._readable(batch)):
-                    committed, ended = await self._land(part)
+                    committed, ended = await self._land(*await self._blobs.fetch(part))
                     pairs += committed
                     endings += ended
             if self._acking is not None:
@@ -105,21 +111,21 @@ class Landing:
         except HeadraceError as e:  # it comes again when its lease is over
             log.warning("a result could not be dead-lettered", extra={"reason": str(e)[:300]})
 
-    async def _land(self, pairs: list[Pair]) -> tuple[list[Pair], list[JobCompleted]]:
+    async def _land(self, pairs: list[Pair], large: Large) -> tuple[list[Pair], list[JobCompleted]]:
         """Commit `pairs`; return those that are committed, and the last events of the jobs that ended.
 
         If the data itself is refused, the batch is halved until the one that is to blame stands alone.
         """
         started_ns = time.time_ns()
         try:
-            endings = await write_patiently(self._store, "results", land, [r for _, r in pairs])
+            endings = await write_patiently(self._store, "results", land, [r for _, r in pairs], large)
         except InvalidInput as e:
             if len(pairs) == 1:
                 await self._reject(pairs[0][0], str(e))
                 return [], []
             middle = len(pairs) // 2
-            first, first_ended = await self._land(pairs[:middle])
-            second, second_ended = await self._land(pairs[middle:])
+            first, first_ended = await self._land(pairs[:middle], large)
+            second, second_ended = await self._land(pairs[middle:], large)
             return first + second, first_ended + second_ended
         crash_point("landing-committed")
         self.rows += len(pairs)
@@ -139,6 +145,7 @@ class Landing:
             if pairs:
                 await self._settler.ack_all([d for d, _ in pairs])
                 crash_point("landing-acked")
+                await self._blobs.forget(pairs)
         except HeadraceError as e:  # they come again, and change nothing
             log.warning("landed results are not acked", extra={"rows": len(pairs), "reason": str(e)[:300]})
         finally:
@@ -148,18 +155,26 @@ class Landing:
 def sliced(pairs: list[Pair]) -> Iterator[list[Pair]]:
     """`pairs` in order, in lists of at most `TRANSACTION_BYTES` (or of one result that is larger)."""
     start = size = 0
-    for at, (delivery, _) in enumerate(pairs):
-        size += len(delivery.data)
+    for at, (delivery, result) in enumerate(pairs):
+        own = len(delivery.data) + (result.blob.size if result.blob else 0)
+        size += own
         if size > TRANSACTION_BYTES and at > start:
             yield pairs[start:at]
-            start, size = at, len(delivery.data)
+            start, size = at, own
     if start < len(pairs):
         yield pairs[start:]
 
 
-def land(connection: Connection, results: Sequence[Result]) -> list[JobCompleted]:
-    """Insert `results`, and end the jobs that are complete by them (inside the writer's transaction)."""
+def land(
+    connection: Connection, results: Sequence[Result], large: Large = MappingProxyType({})
+) -> list[JobCompleted]:
+    """Insert `results`, and end the jobs that are complete by them (inside the writer's transaction).
+
+    `large` has the whole of those that only refer to it.
+    """
+    fresh = large_rows.unknown(connection, results, large)
     jobs = insert_results(connection, results, job_rows.now_us())
+    large_rows.insert(connection, fresh, large)
     endings = job_rows.finish_full(connection, jobs)
     crash_point("landing-before-commit")
     return endings

@@ -7,13 +7,15 @@ cut out of the received bytes, so that both parsers agree on what a message says
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from headrace.completion import generations
 from headrace.completion.store import Connection
 from headrace.contracts.errors import InvalidInput
 from headrace.contracts.messages import Result
@@ -65,18 +67,9 @@ UPDATE jobs SET
     cancelled = cancelled + d.cancelled, duplicates = duplicates + d.duplicates,
     tokens_in = tokens_in + d.tokens_in, tokens_out = tokens_out + d.tokens_out,
     max_index = greatest(max_index, d.max_index), max_generation = greatest(max_generation, d.max_generation),
-    model = coalesce(jobs.model, d.model)
+    generation = greatest(coalesce(generation, 1), d.max_generation), model = coalesce(jobs.model, d.model)
 FROM {_DELTAS} WHERE jobs.job = d.job
-RETURNING jobs.job, jobs.max_generation"""  # noqa: S608
-
-# Where an index ran again (a later generation), its latest outcome is the one that counts.
-_RECOUNT = """
-UPDATE jobs SET landed = c.landed, ok = c.ok, failed = c.failed, dead = c.dead, cancelled = c.cancelled
-FROM (
-    SELECT count(*) AS landed, count(*) FILTER (status = 'ok') AS ok, count(*) FILTER (status = 'failed') AS failed,
-        count(*) FILTER (status = 'dead') AS dead, count(*) FILTER (status = 'cancelled') AS cancelled
-    FROM (SELECT arg_max(status, generation) AS status FROM outcomes WHERE job = $1 GROUP BY "index")
-) AS c WHERE jobs.job = $1"""
+RETURNING jobs.job, jobs.generation"""  # noqa: S608
 
 
 class Delta(Struct, kw_only=True):
@@ -105,6 +98,7 @@ def insert_results(connection: Connection, results: Sequence[Result], now_us: in
     Raise `InvalidInput` if a result's text is not UTF-8.
     """
     deltas: dict[str, Delta] = {}
+    later: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     received = Counter([r.job for r in results])
     for r in results:
         if r.job not in deltas:
@@ -122,22 +116,32 @@ def insert_results(connection: Connection, results: Sequence[Result], now_us: in
             delta.tokens_in += tokens_in
             delta.tokens_out += tokens_out
             delta.max_index = max(delta.max_index, index)
-            delta.max_generation = max(delta.max_generation, generation)
+            if generation > 1:
+                delta.max_generation = max(delta.max_generation, generation)
+                later[job].append((index, generation))
     for job, delta in deltas.items():
         delta.duplicates = received[job] - delta.landed
-    apply_deltas(connection, list(deltas.values()), now_us)
+    apply_deltas(connection, list(deltas.values()), now_us, later)
     return list(deltas)
 
 
-def apply_deltas(connection: Connection, deltas: list[Delta], now_us: int) -> None:
-    """Add `deltas` to the counters of their jobs; a job that is not known yet (its `opened` comes later) is made."""
+def apply_deltas(
+    connection: Connection,
+    deltas: list[Delta],
+    now_us: int,
+    later: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({}),
+) -> None:
+    """Add `deltas` to the counters of their jobs; a job that is not known yet (its `opened` comes later) is made.
+
+    `later` are the (index, generation) of new outcomes that are not of the first generation, by job.
+    """
     known = _count(connection, deltas)
     if new := [d for d in deltas if d.job not in known]:
         connection.execute(_MAKE_JOBS, [_encoder.encode(new).decode(), now_us])
         known |= _count(connection, new)
-    for job, max_generation in known.items():
-        if max_generation > 1:
-            connection.execute(_RECOUNT, [job])
+    for delta in deltas:
+        if known.get(delta.job, 1) > 1 and delta.landed:
+            generations.settle(connection, delta.job, delta.landed, later.get(delta.job, ()))
 
 
 def _count(connection: Connection, deltas: list[Delta]) -> dict[str, int]:

@@ -44,18 +44,23 @@ async def write_patiently(
 
 
 @contextlib.asynccontextmanager
-async def renewed(mesh: Mesh, deliveries: Sequence[Delivery]) -> AsyncGenerator[None]:
-    """Hold the leases of `deliveries` for as long as the block lasts."""
-    task = asyncio.get_running_loop().create_task(_renew(mesh, deliveries))
+async def renewed(
+    mesh: Mesh, deliveries: Sequence[Delivery], waiting: Callable[[], Sequence[Delivery]] = tuple
+) -> AsyncGenerator[None]:
+    """Hold the leases of `deliveries`, and of what is `waiting` behind them, for as long as the block lasts."""
+    task = asyncio.get_running_loop().create_task(_renew(mesh, deliveries, waiting))
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _renew(mesh: Mesh, deliveries: Sequence[Delivery]) -> None:
+async def _renew(
+    mesh: Mesh, deliveries: Sequence[Delivery], waiting: Callable[[], Sequence[Delivery]]
+) -> None:
     every_s = deliveries[0].ack_wait_s / 3 if deliveries else 1.0
     while True:
         await asyncio.sleep(every_s)
         with contextlib.suppress(HeadraceError):  # away: the leases lapse, and landing again changes nothing
-            await mesh.publish_frames([wire.frame(OutMessage(d.reply, IN_PROGRESS)) for d in deliveries])
+            held = (*deliveries, *waiting())
+            await mesh.publish_frames([wire.frame(OutMessage(d.reply, IN_PROGRESS)) for d in held])

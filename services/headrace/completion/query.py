@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import duckdb
 import msgspec
@@ -27,6 +27,8 @@ from headrace.contracts.api import QueryReply, QueryRequest
 from headrace.contracts.errors import HeadraceError, InvalidInput, Refused, Unavailable
 
 log = logging.getLogger("headrace.completion")
+
+R = TypeVar("R")
 
 AT_ONCE: Final = 2
 """Queries that run at once; others wait for a thread within their time."""
@@ -84,9 +86,17 @@ class Queries:
             await asyncio.shield(self._store.write(_note_end, number, outcome, rows, took_us))
 
     async def _run(self, request: QueryRequest) -> QueryReply:
-        running = _Running(min(request.max_rows, self._max_rows), self._max_bytes)
+        return await self.watched(
+            _Running(request.sql, min(request.max_rows, self._max_rows), self._max_bytes)
+        )
+
+    async def watched(self, running: Interruptible[R]) -> R:
+        """What `running` reads, on a query's thread and within the bounds of time and memory.
+
+        Raise as `ask` does.
+        """
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._threads, lambda: self._store.query(running.run, request.sql))
+        future = loop.run_in_executor(self._threads, lambda: self._store.query(running.run))
         deadline, memory = loop.time() + self._timeout_s, _rss_bytes() + GROWTH_BYTES
         why: Refused | None = None
         try:
@@ -110,43 +120,66 @@ class Queries:
             running.interrupt()
 
 
-class _Running:
-    """One statement in its thread."""
+class Interruptible(Generic[R]):
+    """One reading in its thread: `check` says whether it may run, `work` runs it."""
 
-    def __init__(self, max_rows: int, max_bytes: int) -> None:
-        self._max_rows = max_rows
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._cursor: Connection | None = None
         self._ended = False
 
     def interrupt(self) -> None:
-        """End the statement; one that has not begun does not begin."""
+        """End it; one that has not begun does not begin."""
         self._ended = True
         if self._cursor is not None:
             self._cursor.interrupt()
 
-    def run(self, cursor: Connection, sql: str) -> QueryReply:
-        """Check and execute `sql`; fetch until a bound is reached."""
+    def run(self, cursor: Connection) -> R:
+        """Check it, then run it."""
         if self._ended:
             msg = "ended before it began"
             raise duckdb.InterruptException(msg)
-        check(cursor, sql)
+        self.check(cursor)
         self._cursor = cursor
         try:
-            cursor.execute(sql)
-            columns = [str(d[0]) for d in cursor.description or ()]
-            rows: list[list[Any]] = []
-            size = sum(map(len, columns)) + 1_024
-            while page := cursor.fetchmany(min(_FETCH, self._max_rows + 1 - len(rows))):
-                for values in page:
-                    row = [json_safe(v) for v in values]
-                    size += len(msgspec.json.encode(row)) + 1
-                    if len(rows) == self._max_rows or size > self._max_bytes:
-                        return QueryReply(columns=columns, rows=rows, truncated=True)
-                    rows.append(row)
-            return QueryReply(columns=columns, rows=rows)
+            return self.work(cursor)
         finally:
             self._cursor = None
+
+    def check(self, cursor: Connection) -> None:
+        """Raise unless it may run."""
+        raise NotImplementedError
+
+    def work(self, cursor: Connection) -> R:
+        """Read."""
+        raise NotImplementedError
+
+
+class _Running(Interruptible[QueryReply]):
+    """One statement."""
+
+    def __init__(self, sql: str, max_rows: int, max_bytes: int) -> None:
+        super().__init__()
+        self._sql = sql
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+
+    def check(self, cursor: Connection) -> None:
+        check(cursor, self._sql)
+
+    def work(self, cursor: Connection) -> QueryReply:
+        """Execute the statement; fetch until a bound is reached."""
+        cursor.execute(self._sql)
+        columns = [str(d[0]) for d in cursor.description or ()]
+        rows: list[list[Any]] = []
+        size = sum(map(len, columns)) + 1_024
+        while page := cursor.fetchmany(min(_FETCH, self._max_rows + 1 - len(rows))):
+            for values in page:
+                row = [json_safe(v) for v in values]
+                size += len(msgspec.json.encode(row)) + 1
+                if len(rows) == self._max_rows or size > self._max_bytes:
+                    return QueryReply(columns=columns, rows=rows, truncated=True)
+                rows.append(row)
+        return QueryReply(columns=columns, rows=rows)
 
 
 def json_safe(value: Any) -> Any:

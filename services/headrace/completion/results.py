@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from headrace.completion import large_rows
 from headrace.completion.job_rows import state_of
 from headrace.completion.landing import Landing
 from headrace.completion.sources import SourceReader
 from headrace.completion.store import Connection, Store
-from headrace.contracts.api import ResultRequest, ResultsRequest
+from headrace.contracts.api import ResultPartReply, ResultPartRequest, ResultRequest, ResultsRequest
 from headrace.contracts.errors import NotFound, Refused
-from headrace.contracts.messages import Choice, ItemError, Result, Task, Timings, Usage
+from headrace.contracts.messages import Blob, Choice, ItemError, Result, Task, Timings, Usage
 
 _COLUMNS = """job, "index", generation, tenant, function, status, custom_id, choices, value, error_type, error_message,
     error_field, model, engine, params_fingerprint, worker, attempt, prompt_tokens, completion_tokens, cached_tokens,
@@ -70,6 +73,19 @@ class Results:
             # A commit may come between the reading and the waiting, so no wait is long.
             await self._landing.next_commit(min(left, 0.25))
 
+    async def part(self, request: ResultPartRequest) -> ResultPartReply:
+        """A piece of an outcome that is too large for a reply; `NotFound` if there is none."""
+        key = (request.job, request.index, request.generation)
+        most = self._max_bytes - ENVELOPE_BYTES
+        found = await self._store.read(large_rows.read_parts, key, request.part, most)
+        if found is None:
+            msg = f"{request.job}/{request.index}@{request.generation} has no part {request.part}: ask `result` for it"
+            raise NotFound(msg, code="no_part")
+        job, index, generation = key
+        return ResultPartReply(
+            job=job, index=index, generation=generation, part=found.part, data=found.data, next=found.next
+        )
+
     async def _absent(self, request: ResultRequest, *, known: bool) -> NotLanded:
         job, index = request.job, request.index
         intake = await self._sources.intake(job)
@@ -105,7 +121,10 @@ def _read_one(
     connection: Connection, job: str, index: int, generation: int | None
 ) -> tuple[Result | None, str | None]:
     row = connection.execute(_ONE, {"job": job, "index": index, "generation": generation}).fetchone()
-    return (None, state_of(connection, job)) if row is None else (to_result(row), None)
+    if row is None:
+        return None, state_of(connection, job)
+    large = large_rows.references(connection, job, index, index)
+    return to_result(row, large), None
 
 
 def _read_page(
@@ -120,12 +139,13 @@ def _read_page(
         return [], None
     first = int(row[0])
     values: dict[str, str | int] = {"job": request.job, "first": first, "last": first + request.limit - 1}
+    large = large_rows.references(connection, request.job, first, first + request.limit - 1)
     found: list[bytes] = []
     size, last = 0, first + request.limit - 1
     cursor = connection.execute(_PAGE, values)
     while rows := cursor.fetchmany(100):
         for each in rows:
-            encoded = _encoded(to_result(each), max_bytes)
+            encoded = _encoded(to_result(each, large), max_bytes)
             size += len(encoded) + 1
             if size > max_bytes:
                 if not found:
@@ -152,8 +172,8 @@ def _too_large(job: str, index: int, size: int) -> Refused:
     return Refused(msg, code="too_large")
 
 
-def to_result(row: tuple[Any, ...]) -> Result:
-    """The outcome of a row in the order of `_COLUMNS`."""
+def to_result(row: tuple[Any, ...], large: Mapping[tuple[int, int], Blob] = MappingProxyType({})) -> Result:
+    """The outcome of a row in the order of `_COLUMNS`; one in `large` (by index and generation) without its answer."""
     error = None if row[9] is None else ItemError(type=row[9], message=row[10] or "", field=row[11])
     return Result(
         job=row[0],
@@ -181,4 +201,5 @@ def to_result(row: tuple[Any, ...]) -> Result:
         trace_id=row[24],
         chat=row[25],
         task=None if row[26] is None else _task.decode(row[26]),
+        blob=large.get((row[1], row[2])),
     )

@@ -1,17 +1,19 @@
-"""The three places that know of a job's items, each read by itself: manifest, broker, data plane."""
+"""What the broker knows of jobs: the producer's manifest, stored tasks and results, leases, reports of workers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from headrace.completion.store import Connection, Store
+from headrace.completion.account_parts import Intake
 from headrace.contracts import codec
-from headrace.contracts.errors import NotFound, Undecodable
+from headrace.contracts.errors import InvalidInput, NotFound, Undecodable
 from headrace.contracts.messages import JobCancelled, JobSealed, Manifest, WorkerReport
-from headrace.contracts.subjects import Subjects
+from headrace.contracts.subjects import Subjects, TaskAddress
 from headrace.contracts.topology import Topology
 from headrace.mesh.connection import Mesh
 from headrace.mesh.jsapi import consumer_info, last_message, stream_info
@@ -19,42 +21,6 @@ from headrace.mesh.jsapi import consumer_info, last_message, stream_info
 REPORT_AGE_US = 10_000_000
 """A worker's report that is older says nothing about now."""
 REPORTS_KEPT_S = 0.5
-
-_ROWS = """
-SELECT count(*), count(DISTINCT "index"), coalesce(min("index"), 0), coalesce(max("index"), -1)
-FROM outcomes WHERE job = ?"""
-
-_STATUSES = """
-SELECT count(*) FILTER (status = 'ok'), count(*) FILTER (status = 'failed'), count(*) FILTER (status = 'dead'),
-    count(*) FILTER (status = 'cancelled')
-FROM (SELECT arg_max(status, generation) AS status FROM outcomes WHERE job = ? GROUP BY "index")"""
-
-# Between one outcome and the next, before the first and after the last: what is not there.
-_GAPS = """
-SELECT before + 1, i - 1 FROM (
-    SELECT i, lag(i, 1, -1) OVER (ORDER BY i) AS before FROM (
-        SELECT DISTINCT "index" AS i FROM outcomes WHERE job = $job AND "index" < $count
-        UNION ALL SELECT $count
-    )
-) WHERE i - before > 1 ORDER BY 1 LIMIT $limit"""
-
-
-class Intake(Struct, frozen=True):
-    """How many items the producer says it stored, and whether it is done: `sealed`, `cancelled` or open."""
-
-    stored: int
-    closed: str
-
-
-class Landed(Struct, frozen=True):
-    """What the outcomes themselves say, counted anew: rows of all generations, indices, and the latest by status."""
-
-    rows: int
-    indices: int
-    ok: int
-    failed: int
-    dead: int
-    cancelled: int
 
 
 class Running(Struct, frozen=True):
@@ -64,47 +30,67 @@ class Running(Struct, frozen=True):
     oldest_us: int | None = None
 
 
-def count_landed(connection: Connection, job: str) -> Landed:
-    """Count the outcomes of `job` by reading them, and not by its counters."""
-    rows, indices, _, _ = connection.execute(_ROWS, [job]).fetchall()[0]
-    return Landed(rows, indices, *connection.execute(_STATUSES, [job]).fetchall()[0])
-
-
-def gaps(connection: Connection, job: str, count: int, limit: int) -> list[tuple[int, int]]:
-    """Inclusive ranges of the indices 0..count-1 that have no outcome, at most `limit`."""
-    rows = connection.execute(_GAPS, {"job": job, "count": count, "limit": limit}).fetchall()
-    return [(int(first), int(last)) for first, last in rows]
-
-
 class SourceReader:
     """Reads the sources of jobs."""
 
-    def __init__(self, mesh: Mesh, store: Store) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._store = store
         self._subjects: Subjects = mesh.subjects
         self._topology: Topology = mesh.topology
         self._reports: tuple[float, list[WorkerReport]] = (-REPORTS_KEPT_S, [])
         self._reading = asyncio.Lock()
 
     async def intake(self, job: str) -> Intake | None:
-        """The producer's word: its progress record, or once that is gone the event that closed the job."""
+        """The producer's word: its progress record, or once that is gone the event that closed the job.
+
+        What a retry's record says of the retry comes beside the count of the whole job.
+        """
         record = await last_message(self._mesh, self._topology.tasks, self._subjects.manifest(job))
+        manifest: Manifest | None = None
         if record is not None:
-            manifest: Manifest = codec.MANIFEST.decode(record.data, record.headers)
-            return Intake(manifest.stored, manifest.closed)
+            manifest = codec.MANIFEST.decode(record.data, record.headers)
+            if manifest.generation == 1:
+                return Intake(manifest.stored, manifest.closed, manifest.shapes)
+        closed = await self._closed(job)
+        if manifest is None or closed is None:
+            return closed
+        return replace(closed, generation=manifest.generation, again=manifest.stored)
+
+    async def _closed(self, job: str) -> Intake | None:
+        """What the job's events say."""
         for name in ("sealed", "cancelled"):
             found = await last_message(self._mesh, self._topology.jobs, self._subjects.job_event(job, name))
             if found is not None:
                 event = codec.JOB_EVENT.decode(found.data, found.headers)
                 if isinstance(event, JobSealed | JobCancelled):
-                    return Intake(event.count, name)
+                    return Intake(event.count, name, event.shapes)
         opened = await last_message(self._mesh, self._topology.jobs, self._subjects.job_event(job, "opened"))
         return None if opened is None else Intake(0, "")
 
     async def tasks(self, job: str) -> dict[str, int]:
         """Stored tasks of the job by subject, waiting and leased."""
         return await self._count(self._topology.tasks, self._subjects.tasks_of_job(job))
+
+    async def jobs_in_queue(self) -> tuple[set[str], set[str]]:
+        """Jobs that have tasks in the broker, and jobs that have a progress record there."""
+        tasks, records = set[str](), set[str]()
+        record = self._subjects.manifest("x").removesuffix("x")
+        for subject in await self._count(self._topology.tasks, f"{self._subjects.prefix}.tasks.>"):
+            if subject.startswith(record):
+                records.add(subject.removeprefix(record))
+            elif (address := self._address(subject)) is not None:
+                tasks.add(address.job)
+        return tasks, records
+
+    def by_shape(self, tasks: Mapping[str, int]) -> dict[str, int]:
+        """Counts by shape token of counts by task subject."""
+        counts: dict[str, int] = {}
+        for subject, n in tasks.items():
+            address = self._address(subject)
+            # What somebody published by hand on a subject that is no task's is one item too many, of whatever shape.
+            shape = "t0" if address is None else f"t{address.shape}"
+            counts[shape] = counts.get(shape, 0) + n
+        return counts
 
     async def results(self, job: str) -> int:
         """Stored results of the job that are not acked by completion."""
@@ -115,24 +101,24 @@ class SourceReader:
         subjects: dict[str, int] = info["state"].get("subjects") or {}
         return subjects
 
-    async def leased(self, task_subjects: list[str]) -> int:
-        """Messages that the consumers of these subjects have handed out and not got back."""
-        total = 0
-        for address in {self._subjects.parse_task(s) for s in task_subjects}:
-            spec = self._topology.task_consumer(address.function, address.lane, address.shape)
+    async def leased(self, task_subjects: Iterable[str]) -> dict[str, int]:
+        """Messages that the consumers of these subjects have handed out and not got back: by shape, of all jobs."""
+        leased: dict[str, int] = {}
+        addresses = [a for a in map(self._address, task_subjects) if a is not None]
+        for function, lane, shape in {(a.function, a.lane, a.shape) for a in addresses}:
+            spec = self._topology.task_consumer(function, lane, shape)
             try:
-                total += int((await consumer_info(self._mesh, spec.stream, spec.durable))["num_ack_pending"])
+                info = await consumer_info(self._mesh, spec.stream, spec.durable)
             except NotFound:
                 continue  # no worker of that function has ever been here: nothing is leased
-        return total
+            leased[f"t{shape}"] = leased.get(f"t{shape}", 0) + int(info["num_ack_pending"])
+        return leased
 
-    async def landed(self, job: str) -> Landed:
-        """What the data plane holds, read from the outcomes themselves."""
-        return await self._store.read(count_landed, job)
-
-    async def gaps(self, job: str, count: int, limit: int = 1_000) -> list[tuple[int, int]]:
-        """`gaps` on a reader's thread."""
-        return await self._store.read(gaps, job, count, limit)
+    def _address(self, subject: str) -> TaskAddress | None:
+        try:
+            return self._subjects.parse_task(subject)
+        except InvalidInput:
+            return None
 
     async def running(self, job: str) -> Running:
         """What the workers' reports say of the job."""

@@ -80,6 +80,8 @@ async def store(mesh: Mesh, request: Submission, headers: Mapping[str, str]) -> 
         patience_s=ANSWER_WITHIN_S,
         tenant=request.tenant,
         traceparent=headers.get(TRACEPARENT),
+        deadline=request.deadline,
+        max_failed=request.max_failed,
     )
     lines = MemoryInput(request.lines, mesh.subjects.api("submit"))
     last: list[Progress] = []

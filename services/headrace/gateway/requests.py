@@ -28,6 +28,8 @@ class Envelope(Struct, frozen=True, kw_only=True):
     job: str | None = None
     lane: Lane = Lane.NORMAL
     tenant: str | None = None
+    deadline: str | float | None = None
+    max_failed: str | float | None = None
     items: Annotated[list[Raw], Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
 
 
@@ -39,6 +41,8 @@ class Submission(Struct, frozen=True, kw_only=True):
     lane: Lane
     tenant: str
     lines: list[bytes]
+    deadline: str | float | None
+    max_failed: str | float | None
     rows: bool
     single: bool
 
@@ -76,6 +80,8 @@ def read_request(data: bytes, tenant: str) -> Submission:
         lines=[
             bytes(item["row"]) if rows[0] else msgspec.json.encode(item, order="sorted") for item in items
         ],
+        deadline=envelope.deadline,
+        max_failed=envelope.max_failed,
         rows=rows[0],
         single=envelope.items is None,
     )

@@ -10,6 +10,7 @@ from msgspec import Raw
 from headrace.contracts.api import SubmitReply
 from headrace.gateway.intake import store
 from headrace.gateway.requests import read_request
+from headrace.mesh.checks.start import check_start
 from headrace.mesh.microservice import ApiServer
 from headrace.mesh.service import Service
 from headrace.mesh.settings import Settings
@@ -35,6 +36,7 @@ class GatewayService(Service):
 
     async def on_start(self) -> None:
         """Serve; `nats service ls` shows `headrace-gateway` from now on."""
+        await check_start(self.mesh, (self.mesh.topology.tasks, self.mesh.topology.jobs))
         self._api = ApiServer(
             self.mesh,
             NAME,

@@ -44,7 +44,7 @@ class CancellationWatch:
 
     def _by_job(self) -> dict[str, list[Item]]:
         jobs: dict[str, list[Item]] = {}
-        for item in (*self._runner.running, *self._runner.waiting.items()):
+        for item in self._runner.held():
             jobs.setdefault(item.task.job, []).append(item)
         return jobs
 

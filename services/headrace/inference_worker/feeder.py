@@ -30,13 +30,18 @@ SWEEP_S: Final = 0.1
 Receive = Callable[[LaneState, Delivery], None]
 
 
+MOST_LAPSED: Final = 256
+"""Redelivered work that is believed to wait behind some that came, at most."""
+
+
 class _Source:
-    __slots__ = ("consumer", "heard", "state")
+    __slots__ = ("consumer", "heard", "lapsed", "state")
 
     def __init__(self, state: LaneState) -> None:
         self.state = state
         self.consumer: PullConsumer | None = None
         self.heard = False
+        self.lapsed = 0
 
 
 class Feeder:
@@ -98,6 +103,12 @@ class Feeder:
     def _received(self, source: _Source, delivery: Delivery) -> None:
         source.heard = True
         source.state.pending = delivery.pending
+        if delivery.delivered > 1:
+            # The broker's count leaves out what goes back to the queue, and leases lapse together: when a worker dies.
+            source.lapsed = min(2 * source.lapsed + 1, MOST_LAPSED)
+            source.state.pending = max(delivery.pending, source.lapsed)
+        else:
+            source.lapsed = 0
         self._receive(source.state, delivery)
         self.wake()
 
@@ -135,7 +146,7 @@ class Feeder:
             if source.heard:
                 source.heard = False
             elif source.state.pending and source.consumer is not None and source.consumer.outstanding:
-                source.state.pending = 0
+                source.state.pending = source.lapsed = 0
                 emptied = True
         if emptied:
             self.wake()

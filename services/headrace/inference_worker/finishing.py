@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+from msgspec import structs
+
+from headrace.contracts.errors import Refused
 from headrace.contracts.messages import ItemError
+from headrace.contracts.suspects import Suspect
 from headrace.inference_worker.engines.protocol import Output
-from headrace.inference_worker.intake import Item
+from headrace.inference_worker.incidents import is_suspect, storable
+from headrace.inference_worker.intake import Item, now_us
 from headrace.inference_worker.lanes import LaneState
-from headrace.inference_worker.outcomes import Outcomes
-from headrace.inference_worker.retries import LAPSED, LastErrors, RetryPolicy
+from headrace.inference_worker.large_results import LargeResults
+from headrace.inference_worker.outcomes import LargeResult, Outcomes
+from headrace.inference_worker.retries import LAPSED, RetryPolicy
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.settle import Done, Reject, Settler
+from headrace.mesh.suspects import SuspectBook
 
 log = logging.getLogger("headrace.worker")
 
 GIVE_BACK_S = 0.2
 """Delay of an item that goes back unstarted: long enough that the giver's own pull does not take it at once.
 """
+PATIENCE: Final = 4
+"""How many times more often than others a suspect may be delivered before it is given up without a run."""
 
 
 class Finisher:
@@ -38,20 +47,27 @@ class Finisher:
         outcomes: Outcomes,
         settler: Settler,
         leases: LeaseKeeper,
+        book: SuspectBook,
+        large: LargeResults,
+        worker: str,
         max_tries: int,
         retries: RetryPolicy,
     ) -> None:
         self._outcomes = outcomes
         self._settler = settler
         self._leases = leases
+        self._book = book
+        self.large = large
+        self._worker = worker
         self._max_tries = max_tries
         self._retries = retries
-        self._errors = LastErrors()
         self._side: set[asyncio.Task[Any]] = set()
         self.unsettled = 0
         self.done = self.prompt_tokens = self.completion_tokens = 0
         self.on_settled: Callable[[], None] = lambda: None
         self.on_given_back: Callable[[LaneState], None] = lambda _: None
+        self.on_left: Callable[[Item], None] = lambda _: None
+        """Called with each item that is settled or gone: its prompt is needed no more."""
 
     def ok(self, item: Item, output: Output) -> None:
         """The engine's answer."""
@@ -59,57 +75,111 @@ class Finisher:
         self.done += 1
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += usage.completion_tokens
-        self._errors.take(item.delivery.stream_seq)
-        self._settle(item, self._outcomes.ok(item, output))
+        outcome = self._outcomes.ok(item, output)
+        if isinstance(outcome, LargeResult):
+            self.on_left(item)
+            self._aside(self._settle_large(item, outcome))
+        else:
+            self._settle(item, outcome)
 
     def failed(self, item: Item, error: ItemError) -> None:
         """The item itself is wrong or refused: final, and its neighbours go on."""
         self._settle(item, self._outcomes.failed(item, error))
 
+    def poison(self, item: Item, record: Suspect) -> None:
+        """Engines died of it, as its record says: final."""
+        self._settle(item, self._outcomes.poison(item, record))
+
     def try_again(self, item: Item, error: str) -> None:
         """Not the item's own fault, as far as anyone knows: once more after a while, or `dead` if that was
-        the last.
+        the last. The error is kept where the worker that ends the item finds it.
         """
-        tries = item.delivery.delivered
-        if tries >= self._max_tries:
-            self._errors.take(item.delivery.stream_seq)
-            self._settle(item, self._outcomes.dead(item, tries, error))
+        if self._was_last_try(item, error):
             return
-        self._errors.remember(item.delivery.stream_seq, error)
+        known = item.record or Suspect(stored_us=item.delivery.timestamp_us)
+        noted = structs.replace(known, error=storable(error), worker=self._worker, at_us=now_us())
+        self._book.note(item.delivery.stream_seq, noted)
         item.end_span("try_again")
-        self._settler.nak(item.delivery, self._retries.delay_s(tries))
+        self.on_left(item)
+        self._settler.nak(item.delivery, self.delay_s(item))
+
+    def back_as_suspect(self, item: Item, error: str, delay_s: float) -> None:
+        """Its engine died, as its record says: delivered again after `delay_s`, or `dead` if that was its last try."""
+        if self._was_last_try(item, error):
+            return
+        item.end_span("engine_died")
+        self.on_left(item)
+        self._settler.nak(item.delivery, delay_s)
+        self.on_given_back(item.lane)
+
+    def delay_s(self, item: Item) -> float:
+        """Seconds until the item's next try."""
+        return self._retries.delay_s(item.delivery.delivered)
+
+    def _was_last_try(self, item: Item, error: str) -> bool:
+        tries = item.delivery.delivered
+        if tries < self._max_tries:
+            return False
+        self._settle(item, self._outcomes.dead(item, tries, error))
+        return True
 
     def exhausted(self, item: Item) -> bool:
-        """Whether the item was delivered more often than it may run; it is then `dead` with its last error."""
-        if item.delivery.delivered <= self._max_tries:
+        """Whether the item was delivered more often than it may run; it is then `dead` with its last error.
+
+        A suspect may wait for its turn while others end the process around it, which costs it deliveries and no run.
+        """
+        limit = self._max_tries * (PATIENCE if is_suspect(item.record) else 1)
+        if item.delivery.delivered <= limit:
             return False
-        error = self._errors.take(item.delivery.stream_seq) or LAPSED
-        self._settle(item, self._outcomes.dead(item, self._max_tries, error))
+        error = item.record.error if item.record is not None else ""
+        self._settle(item, self._outcomes.dead(item, item.delivery.delivered - 1, error or LAPSED))
         return True
 
     def give_back(self, item: Item) -> None:
         """Unstarted or unfinished, for another worker."""
         item.end_span("given_back")
+        self.on_left(item)
         self._settler.nak(item.delivery, GIVE_BACK_S)
         self.on_given_back(item.lane)
 
     def let_go(self, item: Item) -> None:
         """Its job was cancelled: the purge removed the message, and there is nothing left to settle."""
         item.end_span("job_cancelled")
+        self.on_left(item)
         self._leases.discard(item.delivery)
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         """No worker can take these bytes: to the dead letters, whole."""
-        task = asyncio.get_running_loop().create_task(self._dead_letter(delivery, reason))
-        self._side.add(task)
-        task.add_done_callback(self._side.discard)
+        self._aside(self._dead_letter(delivery, reason))
 
     async def drain(self) -> None:
         """Return when all that was ended is settled."""
         await asyncio.gather(*self._side, return_exceptions=True)
         await self._settler.drain()
 
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._side.add(task)
+        task.add_done_callback(self._side.discard)
+
+    async def _settle_large(self, item: Item, result: LargeResult) -> None:
+        """The object first: whoever reads the message finds it."""
+        self.unsettled += 1
+        try:
+            blob = await self.large.store(item.task.key, result.data)
+            self._settle(item, self._outcomes.by_reference(item, result, blob))
+        except Refused as e:
+            self.failed(item, ItemError(type="result_too_large", message=str(e)))
+        except Exception:
+            self._leases.discard(
+                item.delivery
+            )  # the connection is closed for good: the item comes again elsewhere
+            log.exception("a large result is not stored", extra={"job": item.task.job})
+        finally:
+            self.unsettled -= 1
+
     def _settle(self, item: Item, outcome: Done) -> None:
+        self.on_left(item)
         self.unsettled += 1
         self._settler.begin(item.delivery, outcome).add_done_callback(partial(self._settled, item))
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Final
 from headrace.contracts import codec
 from headrace.contracts.codec import TRACEPARENT
 from headrace.contracts.errors import Undecodable
-from headrace.contracts.messages import FunctionSpec, Task
+from headrace.contracts.messages import BlobPrompt, FunctionSpec, Prompt, Task
 from headrace.inference_worker.engines.protocol import Engine, ItemFailed, Work
 from headrace.inference_worker.ledger import Cost, TokenLedger
 from headrace.mesh.consumer import Delivery
 
 if TYPE_CHECKING:
+    from headrace.contracts.suspects import Suspect
+    from headrace.inference_worker.incidents import Incident
     from headrace.inference_worker.lanes import LaneState
     from headrace.mesh.tracing import TraceSpan
 
@@ -28,11 +30,16 @@ def now_us() -> int:
 
 
 class Item:
-    """One delivery on its way through the worker. `work` and `cost` are there once it is admitted or held."""
+    """One delivery on its way through the worker. `work` and `cost` are there once it is admitted or held.
+
+    `record`: what other workers know of a redelivered one. `alone`: it runs with nothing beside it. `incident`: the
+    death of the engine that it was in. `seat`: its place in the flight recorder. `prompt`: fetched, where the task only
+    names it.
+    """
 
     __slots__ = (
-        "aborted", "cost", "delivery", "lane", "received_us", "run", "span", "started_us", "task", "traceparent",
-        "work",
+        "aborted", "alone", "cost", "delivery", "incident", "lane", "prompt", "received_us", "record", "run", "seat",
+        "span", "started_us", "task", "traceparent", "work",
     )  # fmt: skip
 
     def __init__(self, delivery: Delivery, task: Task, lane: LaneState) -> None:
@@ -43,11 +50,21 @@ class Item:
         self.started_us = 0
         self.cost = NO_COST
         self.work: Work | None = None
+        self.prompt: Prompt | None = None
         self.run: asyncio.Task[None] | None = None
         self.span: TraceSpan | None = None
         headers = delivery.headers
         self.traceparent: str | None = headers.get(TRACEPARENT) if headers else None
         self.aborted: Aborted | None = None
+        self.record: Suspect | None = None
+        self.incident: Incident | None = None
+        self.alone = False
+        self.seat = -1
+
+    @property
+    def order_us(self) -> int:
+        """When it went into an engine last, here or where it was before; 0 if it never did."""
+        return self.started_us or (self.record.started_us if self.record is not None else 0)
 
     def end_span(self, error: str | None = None) -> None:
         """End the item's span, if it is traced."""
@@ -61,6 +78,7 @@ class Aborted(Enum):
 
     JOB_CANCELLED = "its job was cancelled: nothing is settled"
     HANDED_OVER = "the worker stops before the item is finished: it goes back"
+    ENGINE_DIED = "its engine is dead and does not say so: it goes back as a suspect"
 
 
 def decode(delivery: Delivery, function: str) -> Task:
@@ -83,18 +101,20 @@ def resolve(item: Item, engine: Engine, spec: FunctionSpec) -> Work:
     Raise `ItemFailed` as `Engine.prepare` does.
     """
     task, delivery = item.task, item.delivery
-    if isinstance(task.prompt, BlobPrompt):
-        raise ItemFailed("unsupported_prompt", "this worker cannot fetch prompts from the object store")
+    prompt = item.prompt if isinstance(task.prompt, BlobPrompt) else task.prompt
+    if prompt is None:
+        raise RuntimeError("the prompt is not fetched")
     params = task.params
     work = Work(
         id=f"{task.job}/{task.index}@{task.generation}.{delivery.stream_seq}.{delivery.delivered}",
-        prompt=task.prompt,
+        prompt=prompt,
         params=params,
         # With the least that it may be, `prepare` refuses a prompt that is too long for any answer.
         max_tokens=params.max_tokens or max(1, params.min_tokens),
         prompt_tokens=task.prompt_tokens,
         chat=task.chat,
         traceparent=item.traceparent,
+        attempt=delivery.delivered,
     )
     work = engine.prepare(work)
     if params.max_tokens is not None:
@@ -128,4 +148,5 @@ def _with_max_tokens(work: Work, max_tokens: int) -> Work:
         prompt_tokens=work.prompt_tokens,
         chat=work.chat,
         traceparent=work.traceparent,
+        attempt=work.attempt,
     )

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from headrace.contracts import codec
 from headrace.contracts.codec import SCHEMA_HEADER, TRACEPARENT
-from headrace.contracts.messages import ItemError, Result, Task, Timings
+from headrace.contracts.messages import Blob, BlobPrompt, ItemError, Result, Task, Timings
+from headrace.contracts.suspects import Suspect
 from headrace.inference_worker.engines.protocol import EngineInfo, Output
+from headrace.inference_worker.incidents import sentence, storable
 from headrace.inference_worker.intake import Item, now_us
 from headrace.mesh import tracing
 from headrace.mesh.connection import Mesh
 from headrace.mesh.settle import Done
 from headrace.mesh.wire import OutMessage, header_block
 
-HEADROOM: Final = 1_024
-"""Bytes left under max_payload for the headers that publishing adds."""
+HEADROOM: Final = 8_192
+"""Bytes left under max_payload for the headers that publishing adds, and for what a reply has around a result."""
 _CACHED: Final = 4_096
 
 NotOk = Literal["failed", "dead"]
+
+
+class LargeResult(NamedTuple):
+    """A result that is too large for a message: `data` is all of it, `stub` what the message will say."""
+
+    stub: Result
+    data: bytes
 
 
 class Outcomes:
@@ -31,14 +40,15 @@ class Outcomes:
     def __init__(self, mesh: Mesh, worker: str, info: EngineInfo) -> None:
         self._subjects = mesh.subjects
         self._limit = mesh.max_payload - HEADROOM
+        self._most = mesh.settings.max_item_bytes
         self._worker = worker
         self._engine = info.engine
         self._model = info.model[:512]
         self._schema = header_block({SCHEMA_HEADER: codec.RESULT.name})
         self._cache: dict[tuple[str, str, str], str] = {}
 
-    def ok(self, item: Item, output: Output) -> Done:
-        """The item's answer. One that is larger than a message may be is `failed`, naming its size."""
+    def ok(self, item: Item, output: Output) -> Done | LargeResult:
+        """The item's answer, which may be too large for a message; beyond the limit it is `failed`, naming its size."""
         task = item.task
         result = Result(
             job=task.job,
@@ -59,12 +69,23 @@ class Outcomes:
             chat=task.chat,
             timings=self._timings(item),
             trace_id=tracing.trace_id(item.traceparent) if item.traceparent else None,
+            input_blob=_input_blob(task),
+            shape=item.lane.shape,
         )
         data = codec.RESULT.encode(result)
-        if len(data) > self._limit:
-            size = f"the result has {len(data)} bytes and the broker takes {self._limit} at most"
+        if len(data) > self._most:
+            size = f"the result has {len(data):,} bytes; max_item_bytes allows {self._most:,}"
             message = f"{size}: ask for fewer tokens, choices or logprobs"
             return self.failed(item, ItemError(type="result_too_large", message=message))
+        if len(data) > self._limit:
+            return LargeResult(structs.replace(result, choices=[], value=UNSET), data)
+        return self._done(item, data)
+
+    def by_reference(self, item: Item, result: LargeResult, blob: Blob) -> Done:
+        """The message of a result that is stored as `blob`. It has its task, in case that the object gets lost."""
+        data = codec.RESULT.encode(structs.replace(result.stub, blob=blob, task=item.task))
+        if len(data) > self._limit:
+            data = codec.RESULT.encode(structs.replace(result.stub, blob=blob))
         return self._done(item, data)
 
     def failed(self, item: Item, error: ItemError) -> Done:
@@ -76,10 +97,14 @@ class Outcomes:
         message = f"given up after {tries} {'try' if tries == 1 else 'tries'}; the last error: {last_error}"
         return self._not_ok(item, "dead", ItemError(type="tries_exhausted", message=message))
 
+    def poison(self, item: Item, record: Suspect) -> Done:
+        """It ended engines."""
+        return self._not_ok(item, "dead", ItemError(type="poison", message=sentence(record)))
+
     def _not_ok(self, item: Item, status: NotOk, error: ItemError) -> Done:
         # The bounds of the contract: a result that its reader cannot decode would be no outcome at all.
         field = error.field and error.field[:256]
-        error = ItemError(type=error.type, message=error.message[:2048], field=field)
+        error = ItemError(type=error.type, message=storable(error.message), field=field)
         data = self._encode(item, status, error, item.task)
         if len(data) > self._limit:
             # A task close to the limit does not fit into its own result; the outcome matters more.
@@ -107,6 +132,8 @@ class Outcomes:
             chat=task.chat,
             timings=self._timings(item),
             trace_id=tracing.trace_id(item.traceparent) if item.traceparent else None,
+            input_blob=_input_blob(task),
+            shape=item.lane.shape,
             task=carried,
         )
         return codec.RESULT.encode(result)
@@ -132,3 +159,8 @@ class Outcomes:
             started_us=item.started_us,
             finished_us=now_us(),
         )
+
+
+def _input_blob(task: Task) -> str | None:
+    """Name of the object that holds the task's prompt, if it lies in one."""
+    return task.prompt.blob.name if isinstance(task.prompt, BlobPrompt) else None

@@ -1,7 +1,7 @@
 """What happens to each delivery: checked, admitted or held, run, ended.
 
-Each item is one asyncio task from its start in the engine to its outcome. Nothing here waits for anything but
-the engine.
+Each item is one asyncio task from its start in the engine to its outcome. A first delivery waits for nothing but the
+engine; a redelivered one is looked up before, in case that an engine died of it, and a large prompt is fetched.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import logging
 from collections.abc import Callable
 
 from headrace.contracts.errors import Undecodable
-from headrace.contracts.messages import FunctionSpec, ItemError
+from headrace.contracts.messages import BlobPrompt, FunctionSpec, ItemError
+from headrace.inference_worker.apart import Apart
 from headrace.inference_worker.engine_host import EngineHost
 from headrace.inference_worker.engines.protocol import EngineDied, ItemFailed
 from headrace.inference_worker.finishing import Finisher
+from headrace.inference_worker.flight import FlightRecorder
+from headrace.inference_worker.incidents import is_convicted
 from headrace.inference_worker.intake import Aborted, Item, cost_of, decode, now_us, resolve
 from headrace.inference_worker.lanes import LaneState
-from headrace.inference_worker.ledger import TokenLedger
+from headrace.inference_worker.ledger import Cost, TokenLedger
+from headrace.inference_worker.prompts import Prompts
+from headrace.inference_worker.triage import Triage
+from headrace.inference_worker.trouble import Trouble
 from headrace.inference_worker.waiting import Waiting
 from headrace.mesh import spans, tracing
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
 from headrace.mesh.leases import LeaseKeeper
+from headrace.mesh.suspects import SuspectBook
 from headrace.mesh.tracing import TraceSpan
 
 log = logging.getLogger("headrace.worker")
@@ -40,18 +47,44 @@ class Runner:
         ledger: TokenLedger,
         spec: FunctionSpec,
         finisher: Finisher,
+        prompts: Prompts,
         leases: LeaseKeeper,
+        book: SuspectBook,
+        recorder: FlightRecorder | None,
         worker: str,
+        max_tries: int,
     ) -> None:
         self._host = host
         self._ledger = ledger
         self._spec = spec
         self._leases = leases
         self._worker = worker
+        self._recorder = recorder
         self._loop = asyncio.get_running_loop()
+        self._asking: dict[Item, asyncio.Task[None]] = {}
         self.finisher = finisher
-        self.waiting = Waiting(ledger, start=self._start_held, give_back=finisher.give_back)
+        self.prompts = prompts
+        self.waiting = Waiting(ledger, start=self._start_held, give_back=self._give_back)
+        self.triage = Triage(
+            book=book,
+            finisher=finisher,
+            worker=worker,
+            max_tries=max_tries,
+            abort=self.abort,
+            on_convicted=host.cause_found,
+        )
+        self.apart = Apart(
+            must=lambda item: item.alone or self.triage.must_run_apart(item),
+            is_free=self._is_free,
+            is_cleared=self.triage.is_cleared,
+            release=self._admit,
+            run=self._run_alone,
+            resume=self.place_free,
+        )
         self.running: set[Item] = set()
+        self.trouble = Trouble(
+            host=host, finisher=finisher, triage=self.triage, running=self.running, hold=self._hold
+        )
         self.cancelled_jobs: dict[str, None] = {}
         self.draining = False
         self.on_free: Callable[[], None] = lambda: None
@@ -73,7 +106,46 @@ class Runner:
             self.finisher.let_go(item)
         elif self.draining:
             self.finisher.give_back(item)
-        elif not self.finisher.exhausted(item) and not self._too_late(item):
+        elif delivery.delivered > 1 or isinstance(task.prompt, BlobPrompt):
+            self._asking[item] = self._loop.create_task(self._before_admission(item))
+        else:
+            self._consider(item)
+
+    async def _before_admission(self, item: Item) -> None:
+        """What has to be asked first. The item counts as held meanwhile, by what its shape says."""
+        estimate = Cost(item.lane.bound, item.lane.width)
+        self._ledger.hold(estimate)
+        try:
+            if item.delivery.delivered > 1:
+                await self._look_up(item)
+            stays = is_convicted(item.record) or await self.prompts.fetch(item)
+        finally:
+            self._ledger.unhold(estimate)
+            self._asking.pop(item, None)
+            self.on_free()  # while something is held, less is asked for
+            self.apart.look()
+        if not stays:
+            return
+        if self.draining:
+            self.finisher.give_back(item)
+        else:
+            self._consider(item)
+
+    async def _look_up(self, item: Item) -> None:
+        try:
+            await self.triage.look_up(item)
+        except Exception:
+            # An item that is left here would keep its lease and never run.
+            log.exception("looking an item up failed", extra={"job": item.task.job, "index": item.task.index})
+
+    def _consider(self, item: Item) -> None:
+        if is_convicted(item.record):
+            self.triage.convict(item)
+        elif self.finisher.exhausted(item) or self._too_late(item):
+            return
+        elif self.triage.must_run_apart(item):
+            self.apart.add(item)
+        else:
             self._admit(item)
 
     def _too_late(self, item: Item) -> bool:
@@ -85,28 +157,52 @@ class Runner:
         return True
 
     def _admit(self, item: Item) -> None:
-        try:
-            item.work = resolve(item, self._host.engine, self._spec)
-            item.cost = cost = cost_of(item.work, self._ledger)
-        except ItemFailed as e:
-            self.finisher.failed(item, e.error)
+        if not self._prepare(item):
             return
-        except Exception as e:
-            log.exception("preparing an item failed", extra={"job": item.task.job, "index": item.task.index})
-            self.finisher.try_again(item, f"{type(e).__name__}: {e}")
-            return
-        lane = item.lane
-        if lane.wants_to_learn(cost):
-            lane.learn(cost, self._ledger.token_limit)
-        if self._host.up and self._ledger.admit(cost):
+        if self._host.up and not self.apart.on_trial and self._ledger.admit(item.cost):
             self._start(item)
         else:
             self.waiting.add(item)
 
+    def _prepare(self, item: Item) -> bool:
+        """Fill in work and cost; false if that was the item's end."""
+        engine = self._host.engine
+        try:
+            item.work = resolve(item, engine, self._spec)
+            item.cost = cost = cost_of(item.work, self._ledger)
+        except ItemFailed as e:
+            self.finisher.failed(item, e.error)
+            return False
+        except EngineDied as e:
+            self.trouble.died_preparing(item, engine, e)
+            return False
+        except Exception as e:
+            log.exception("preparing an item failed", extra={"job": item.task.job, "index": item.task.index})
+            self.finisher.try_again(item, f"{type(e).__name__}: {e}")
+            return False
+        lane = item.lane
+        if lane.wants_to_learn(cost):
+            lane.learn(cost, self._ledger.token_limit)
+        return True
+
     # --- running -----------------------------------------------------------------------------------
     def _start(self, item: Item) -> None:
+        item.started_us = 0
         self.running.add(item)
         item.run = self._loop.create_task(self._run(item))
+
+    def _give_back(self, item: Item) -> None:
+        self.finisher.give_back(item)
+        self.apart.look()
+
+    def _hold(self, item: Item) -> None:
+        """Keep an item that was started and has to wait again."""
+        if self.draining:
+            self.finisher.give_back(item)
+        elif item.alone:
+            self.apart.add(item)
+        else:
+            self.waiting.add(item)
 
     def _start_held(self, item: Item) -> None:
         if self._too_late(item):
@@ -115,29 +211,36 @@ class Runner:
         else:
             self._start(item)
 
+    def _is_free(self) -> bool:
+        return self._host.up and not (self.running or self._ledger.items or self.waiting or self._asking)
+
+    async def _run_alone(self, item: Item) -> None:
+        item.alone = True
+        if self.draining:
+            self.finisher.give_back(item)
+        elif not self._too_late(item) and self._prepare(item):
+            self._ledger.admit(item.cost)  # the engine is empty, so it fits
+            self._start(item)
+            if item.run is not None:
+                await asyncio.wait([item.run])
+
     async def _run(self, item: Item) -> None:
         item.started_us = now_us()
-        work = item.work
+        work, engine = item.work, self._host.engine
         span = None if item.span is None else self._chat_span(item)
-        error = "aborted"
+        error, suspect = "aborted", False
         try:
             if item.aborted is not None or work is None:
                 raise asyncio.CancelledError
-            output = await self._host.engine.run(work)
+            if self._recorder is not None:
+                delivery = item.delivery
+                item.seat = self._recorder.enter(delivery.stream_seq, delivery.timestamp_us, item.started_us)
+            output = await engine.run(work)
             crash_point("item-finished")
         except asyncio.CancelledError:
-            self._aborted(item)
-        except ItemFailed as e:
-            error = e.error.type
-            self.finisher.failed(item, e.error)
-        except EngineDied as e:
-            error = "engine_died"
-            self._engine_died(item, e)
+            suspect = self._aborted(item)
         except Exception as e:  # noqa: BLE001  (whatever it is, it ends this item's try and nothing else)
-            error = type(e).__name__
-            extra = {"job": item.task.job, "index": item.task.index, "reason": repr(e)[:300]}
-            log.warning("an item raised", extra=extra | {"trace_id": tracing.trace_id(item.traceparent)})
-            self.finisher.try_again(item, f"{type(e).__name__}: {e}")
+            error, suspect = self.trouble.raised(item, engine, e)
         else:
             if span is not None:
                 span.answered(model=self._host.info.model, usage=output.usage, choices=output.choices)
@@ -146,14 +249,20 @@ class Runner:
         finally:
             if span is not None:
                 span.end(error=error)
+            if self._recorder is not None:
+                self._recorder.leave(item.seat)
+                item.seat = -1
             self.running.discard(item)
             self._ledger.release(item.cost)
+            if item.incident is not None:
+                self.triage.left(item, suspect=suspect)
             self.place_free()
 
     def place_free(self) -> None:
         """Something may fit now: what is held comes first, then more is pulled."""
-        if self._host.up and not self.draining:
+        if self._host.up and not self.draining and not self.apart.on_trial:
             self.waiting.start_fitting()
+        self.apart.look()
         self.on_free()
 
     def _chat_span(self, item: Item) -> TraceSpan | None:
@@ -169,36 +278,47 @@ class Runner:
             max_tokens=work.max_tokens,
         )
 
-    def _aborted(self, item: Item) -> None:
+    def _aborted(self, item: Item) -> bool:
+        """End a stopped item, or return whether it is a suspect."""
         if item.aborted is Aborted.JOB_CANCELLED:
             self.finisher.let_go(item)
+        elif item.incident is not None:
+            return True
         else:
             self.finisher.give_back(item)
-
-    def _engine_died(self, item: Item, error: EngineDied) -> None:
-        """The seam of crash triage: all that was in a dead engine is suspect, and each suspect comes through
-        here.
-
-        For now each is tried again with everybody else, and `max_tries` bounds what a poison item can do.
-        """
-        self._host.died(str(error))
-        self.finisher.try_again(item, f"the engine died while the item was in it: {error}")
+        return False
 
     # --- stopping ----------------------------------------------------------------------------------
+    def held(self) -> list[Item]:
+        """Every item that is here and has no outcome yet, in the engine or before it."""
+        return [*self.running, *self.waiting.items(), *self.apart.items(), *self._asking]
+
     def abort(self, item: Item, why: Aborted) -> None:
         """Stop an item that runs or is held. One that has its outcome already keeps it."""
-        if item.run is None:
-            self.waiting.drop(item)
-            self.finisher.let_go(item)
-        elif item in self.running:
+        if item in self.running:
             item.aborted = why
-            if item.started_us:  # else its task has not begun: cancelling it now would skip all of `_run`
-                item.run.cancel()
+            if item.run is not None and item.started_us:
+                item.run.cancel()  # else its task has not begun: cancelling it would skip all of `_run`
+            return
+        if asking := self._asking.pop(item, None):
+            asking.cancel()
+        elif item in self.apart:
+            self.apart.drop(item)
+        elif item in self.waiting:
+            self.waiting.drop(item)
+        else:
+            return
+        self.finisher.let_go(item)
 
     async def drain(self, grace_s: float) -> None:
         """Give back what has not started, let the rest finish within `grace_s`, hand over what has not."""
         self.draining = True
         self.waiting.give_back_all()
+        for item in self.apart.take_all():
+            self.finisher.give_back(item)
+        self.prompts.stop()
+        if self._asking:
+            await asyncio.wait(list(self._asking.values()))
         runs = [item.run for item in self.running if item.run is not None]
         if runs:
             await asyncio.wait(runs, timeout=grace_s)
@@ -206,4 +326,5 @@ class Runner:
         for item in left:
             self.abort(item, Aborted.HANDED_OVER)
         await asyncio.gather(*(item.run for item in left if item.run is not None), return_exceptions=True)
+        await self.triage.settled()
         await self.finisher.drain()

@@ -44,6 +44,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._items)
 
+    def __contains__(self, item: Item) -> bool:
+        return item in self._items
+
     def items(self) -> list[Item]:
         """What is held now."""
         return list(self._items)

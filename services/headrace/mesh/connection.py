@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +29,8 @@ log = logging.getLogger("headrace.mesh")
 FIRST_CONNECT_S = 5.0
 MAX_BACKOFF_S = 5.0
 NO_RESPONDERS = "503"
+JS_API = "$JS.API."
+_DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
 
 def backoff_s(attempt: int, *, base: float = 0.05, cap: float = MAX_BACKOFF_S) -> float:
@@ -56,6 +60,8 @@ class Mesh:
         self._inbox = f"_INBOX.{self.name}.{NUID().next().decode()}"
         self._numbers = itertools.count()
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._api_requests: dict[str, str] = {}
+        """Subjects of the requests of JetStream's API that wait, by reply."""
         self._attempts = 0
         self._down = True
         self._last_error: Exception | None = None
@@ -141,6 +147,8 @@ class Mesh:
         """`request` for a prepared message."""
         wire.check_size(message, self.max_payload, len(more_headers))
         future, reply = self._expect()
+        if message.subject.startswith(JS_API):
+            self._api_requests[reply] = message.subject
         try:
             await wire.send(self.nc, (wire.frame(message, reply, more_headers),))
             async with asyncio.timeout(timeout_s):
@@ -150,10 +158,20 @@ class Mesh:
             raise Unavailable(msg) from None
         finally:
             self._waiting.pop(reply, None)
+            self._api_requests.pop(reply, None)
         if answer.headers and answer.headers.get("Status") == NO_RESPONDERS:
             msg = f"nobody serves {message.subject}"
             raise Unavailable(msg, code="no_responders")
         return answer
+
+    @contextlib.contextmanager
+    def listen(self) -> Generator[tuple[str, asyncio.Future[Msg]]]:
+        """A subject of this connection's own, and the first message that comes on it while the block lasts."""
+        future, reply = self._expect()
+        try:
+            yield reply, future
+        finally:
+            self._waiting.pop(reply, None)
 
     def _expect(self) -> tuple[asyncio.Future[Msg], str]:
         reply = f"{self._inbox}.r.{next(self._numbers)}"
@@ -184,6 +202,17 @@ class Mesh:
             msg = f"the broker did not answer a ping within {timeout_s:g} s"
             raise Unavailable(msg) from e
 
+    async def subscribe(self, subject: str, heard: Callable[[str], None]) -> None:
+        """Call `heard` with the subject of each message that matches, for as long as the connection lives.
+
+        A hint and no more: what is sent while the connection is lost is not heard.
+        """
+
+        async def on_message(msg: Msg) -> None:
+            heard(msg.subject)
+
+        await self.nc.subscribe(subject, cb=on_message)
+
     # --- life --------------------------------------------------------------------------------------
     async def close(self) -> None:
         """Write what is buffered, if the broker is there, and close; safe to call twice."""
@@ -212,8 +241,21 @@ class Mesh:
     async def _on_error(self, error: Exception) -> None:
         # While connecting every failed try would be reported here too; `_pick_server` logs those.
         self._last_error = error
-        if not self._down:
+        if not self._down and not self._fail_denied(str(error)):
             log.warning("connection trouble", extra={"reason": f"{type(error).__name__}: {error}"[:300]})
+
+    def _fail_denied(self, error: str) -> bool:
+        """Tell those who ask JetStream's API what they may not, at once: such a request is never answered.
+
+        A publish that wants a PubAck waits out its time all the same, since whoever sends it tries again.
+        """
+        denied = _DENIED.search(error)
+        asked = {r: s for r, s in self._api_requests.items() if denied and s.lower() == denied[1].lower()}
+        for reply, subject in asked.items():
+            future = self._waiting.pop(reply, None)
+            if future is not None and not future.done():
+                future.set_exception(Unavailable(f"this user may not ask {subject}", code="denied"))
+        return bool(asked)
 
     async def _on_disconnect(self) -> None:
         if not self.closed.is_set() and not self.nc.is_closed:

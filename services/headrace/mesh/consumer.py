@@ -274,6 +274,11 @@ class BatchConsumer:
         self._stopped = True
         self._arrived.set()
 
+    @property
+    def waiting(self) -> Sequence[Delivery]:
+        """Delivered, and not given out yet: their leases run."""
+        return self._ready
+
     def release(self, settled: Sequence[Delivery]) -> None:
         """These messages, given out before, are settled: as many may be asked for."""
         self._held -= len(settled)

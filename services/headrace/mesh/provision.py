@@ -15,6 +15,7 @@ from headrace.contracts.errors import Conflict, NotFound
 from headrace.contracts.messages import FunctionSpec
 from headrace.contracts.names import check_token
 from headrace.contracts.topology import ConsumerSpec, StreamSpec
+from headrace.mesh.checks import consumer_rules, stream_rules
 from headrace.mesh.connection import Mesh
 from headrace.mesh.jsapi import (
     CONSUMER_EXISTS,
@@ -29,8 +30,9 @@ from headrace.mesh.jsapi import (
 )
 from headrace.mesh.publisher import publish
 
-_TUNABLE = {"max_bytes", "num_replicas", "description", "duplicate_window", "max_waiting"}
-"""Settings that an operator may change without us minding: they cannot lose what was stored."""
+_TUNABLE = {"max_bytes", "num_replicas", "description", "duplicate_window", "max_waiting", "max_ack_pending"}
+"""Settings that an operator may change without us minding: they cannot lose what was stored (`headrace doctor` says
+where they are too small)."""
 
 
 async def provision(mesh: Mesh, *, dry_run: bool = False) -> list[str]:
@@ -48,6 +50,7 @@ async def provision(mesh: Mesh, *, dry_run: bool = False) -> list[str]:
                 await _create_stream(mesh, stream)
         else:
             drift += differences(f"stream {stream.name}", stream.config(), existing)
+            drift += stream_rules.forbidden(stream, existing)
     if not drift:
         for consumer in mesh.topology.completion_consumers():
             made += await _ensure_consumer(mesh, consumer, drift, dry_run=dry_run)
@@ -79,7 +82,7 @@ async def _ensure_consumer(mesh: Mesh, spec: ConsumerSpec, drift: list[str], *, 
     existing = await _existing(call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}"), CONSUMER_NOT_FOUND) \
         if not (dry_run and not await _stream_exists(mesh, spec.stream)) else None  # fmt: skip
     if existing is not None:
-        drift += differences(name, spec.config(), existing)
+        drift += differences(name, spec.config(), existing) + consumer_rules.forbidden(spec, existing)
         return []
     if not dry_run:
         await create_consumer(mesh, spec)
@@ -101,7 +104,10 @@ async def create_consumer(mesh: Mesh, spec: ConsumerSpec) -> None:
         if e.err_code not in CONSUMER_EXISTS:
             raise
         info = await call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
-        _refuse(differences(f"consumer {spec.stream}/{spec.durable}", spec.config(), info["config"]))
+        _refuse(
+            differences(f"consumer {spec.stream}/{spec.durable}", spec.config(), info["config"])
+            + consumer_rules.forbidden(spec, info["config"])
+        )
 
 
 def differences(what: str, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:

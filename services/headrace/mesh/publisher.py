@@ -7,7 +7,7 @@ message of a subject), never by guessing.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -173,3 +173,31 @@ async def publish_all(
     batch = AtomicBatch(mesh, stream, timeout_s=timeout_s)
     await batch.stage(messages[:-1])
     return await batch.commit(messages[-1])
+
+
+async def store_expecting(
+    mesh: Mesh, stream: str, members: Sequence[tuple[OutMessage, int]], *, timeout_s: float = 10.0
+) -> PubAck:
+    """Store all members (1..1000) or none, each only if its subject's last sequence is the number beside it.
+
+    Everything is sent at once: one round trip. Sequences of the members follow one another, `seq` is the last one's.
+    Raise `JetStreamError` if nothing is stored (10071: a number was wrong), `Unavailable` if that is not known.
+    """
+    *before, (last, expected) = members
+    if not before:
+        return await publish_message(
+            mesh, stream, last, expected_last_subject_seq=expected, timeout_s=timeout_s
+        )
+    head = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: " % uuid.uuid4().hex.encode()
+    frames: list[bytes] = []
+    for number, (message, seq) in enumerate(before, 1):
+        more = b"%b%d\r\n%b" % (head, number, _expectations(stream, seq))
+        wire.check_size(message, mesh.max_payload, len(more))
+        frames.append(wire.frame(message, "", more))
+    await mesh.publish_frames(frames)
+    more = b"%b%d\r\nNats-Batch-Commit: 1\r\n%b" % (head, len(members), _expectations(stream, expected))
+    ack = read_puback(await mesh.ask(last, timeout_s=timeout_s, more_headers=more), stream)
+    if ack.count != len(members):
+        msg = f"the broker stored {ack.count} of the {len(members)} messages of a batch"
+        raise Unavailable(msg)
+    return ack

@@ -87,6 +87,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deliveries of a task before it becomes `dead` without running again."""
     max_bytes: Annotated[int, Meta(ge=-1)] = -1
     """Bound of the task and result streams in bytes each; full streams refuse. -1 = the broker's own."""
+    large_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 524_288
+    """A task with more bytes than this has its prompt in the object store, and so has one too large for a message."""
+    max_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 32_000_000
+    """Most bytes that a task or a result may have; not less than `large_item_bytes`."""
     creds: str | None = None
     """Path of a NATS credentials file."""
     user: str | None = None
@@ -97,6 +101,13 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a stop waits for running work."""
     worker: WorkerSettings = WorkerSettings()
     completion: CompletionSettings = CompletionSettings()
+
+    def __post_init__(self) -> None:
+        if self.max_item_bytes < self.large_item_bytes:
+            msg = (
+                f"max_item_bytes {self.max_item_bytes} is less than large_item_bytes {self.large_item_bytes}"
+            )
+            raise ValueError(msg)
 
 
 _SECTIONS = {"worker": WorkerSettings, "completion": CompletionSettings}

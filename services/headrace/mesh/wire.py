@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from nats.aio.client import Client
+from nats.errors import FlushTimeoutError
 
 from headrace.contracts.errors import InvalidInput, Refused, Unavailable
 
 _LINE = b"NATS/1.0\r\n"
+_PING_AGAIN_S = 1.0
 _CACHED_BLOCK = 128
 """Header blocks up to this many bytes are remembered: most messages of a stream carry the same one."""
 
@@ -25,7 +27,33 @@ class Connection(Client):
     """nats-py's client with a quick way through the headers of plain messages.
 
     Its own parser takes a sixth of a worker's time. Status lines and anything unusual still go to it.
+
+    And with a flush that bears trouble: a pong that is lost with its connection is asked for again, and one that comes
+    when its flush was given up is let pass. In the library the first waits in vain, and the second ends the task that
+    reads: the connection stays up and hears nothing any more.
     """
+
+    async def flush(self, timeout: float = 10.0) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return once the broker has answered a ping; `nats.errors.FlushTimeoutError` after `timeout` seconds."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + timeout
+        while True:
+            try:
+                await super().flush(max(0.01, min(_PING_AGAIN_S, until - clock())))  # pyright: ignore[reportArgumentType]
+            except FlushTimeoutError:
+                if clock() >= until:
+                    raise
+            else:
+                return
+
+    async def _process_pong(self) -> None:
+        pongs = cast("list[asyncio.Future[bool]]", self._pongs)  # pyright: ignore[reportUnknownMemberType]
+        if pongs and pongs[0].done():
+            pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+        else:
+            await super()._process_pong()
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         if not headers:

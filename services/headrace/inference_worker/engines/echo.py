@@ -45,7 +45,7 @@ class EchoEngine:
             engine="echo",
             model=options.model or "echo",
             slots=options.slots or 4096,
-            capacity_tokens=extras.integer("capacity_tokens", 1 << 22, minimum=1),
+            capacity_tokens=extras.integer("capacity_tokens", 1 << 24, minimum=1),
             max_model_len=options.context or 0,
             vocab_size=extras.integer("vocab_size", 0, maximum=2**31),
         )
@@ -101,6 +101,7 @@ class EchoEngine:
             prompt_tokens=tokens,
             chat=work.chat,
             traceparent=work.traceparent,
+            attempt=work.attempt,
         )
 
     async def run(self, work: Work) -> Output:

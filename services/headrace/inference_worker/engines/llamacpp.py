@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.contracts.errors import Unavailable
 from headrace.contracts.messages import ChatPrompt, Row, TokenPrompt
+from headrace.inference_worker.engines.background import in_daemon
 from headrace.inference_worker.engines.checks import (
     check_chat,
     check_ids,
@@ -126,9 +127,9 @@ class LlamaCppEngine:
         for run in list(self._runs):
             run.end("the engine was stopped")
         if pool is not None:
-            await asyncio.to_thread(pool.shutdown, wait=True)
+            await in_daemon(pool.shutdown)
         if server is not None:
-            await asyncio.to_thread(server.close)
+            await in_daemon(server.close)
 
     def prepare(self, work: Work) -> Work:
         """Count the prompt's tokens under the model's own template, and check parameters, ids and length."""

@@ -1,8 +1,20 @@
 """What an engine is to the worker: capacity, `run`, and progress in tokens.
 
-An item's own error never ends the engine (`ItemFailed`), and an engine's death never ends an item
-(`EngineDied`: the worker gives the leases back). Cancelling the coroutine of `run` aborts the item
-inside the engine.
+Cancelling the coroutine of `run` aborts the item inside the engine. What `run` and `prepare` raise says whose fault
+a failure is, and that alone decides what becomes of the item:
+
+- `ItemFailed`: the item's. It is wrong, or refused: `failed` at once, its neighbours untouched.
+- `OutOfMemory`: the item may be too large for what runs beside it. It runs once more with nothing beside it, its
+  lease kept; if that is not enough, it is `failed`, with the type `out_of_memory`.
+- `EngineDied`: the engine's, or that of some item in it. All that were in it are suspects: their leases go back, and
+  each runs apart at its next delivery. One that is in an engine that dies for a second time, and with nothing beside
+  it, is `dead`, with the type `poison`. An engine that makes no token for `token_timeout_s`, and a process that dies
+  of a fault (SIGSEGV, SIGABRT, SIGBUS, SIGILL, SIGFPE), count as dead engines.
+- anything else: nobody's, as far as anyone knows (a refused connection, a full disk). Tried again after a growing
+  delay with jitter, up to `max_tries` deliveries, then `dead` with its last error, type `tries_exhausted`.
+
+A process that is killed (SIGKILL, a power cut) says nothing about its items: their leases lapse, and each lapse is a
+try.
 """
 
 from __future__ import annotations
@@ -22,6 +34,10 @@ class ItemFailed(Exception):
     def __init__(self, type_: str, message: str, *, field: str | None = None) -> None:
         super().__init__(f"{type_}: {message}")
         self.error = ItemError(type=type_, message=message[:2048], field=field)
+
+
+class OutOfMemory(Exception):
+    """There is no memory for the item beside what runs now; the engine is well."""
 
 
 class EngineDied(Exception):
@@ -58,6 +74,8 @@ class Work(Struct, frozen=True, kw_only=True):
     """As estimated or counted by the client; `prepare` gives the exact number where the engine can count."""
     chat: bool = False
     traceparent: str | None = None
+    attempt: int = 1
+    """Which delivery of its task it is, 1 at first."""
 
 
 class Output(Struct, frozen=True, kw_only=True):
@@ -93,7 +111,7 @@ class Engine(Protocol):
         ...
 
     async def run(self, work: Work) -> Output:
-        """Run one prepared item to its end. Concurrent calls batch. Raise `ItemFailed` or `EngineDied`."""
+        """Run one prepared item to its end. Concurrent calls batch. What it may raise is told above."""
         ...
 
     def tokens_generated(self) -> int:

@@ -7,6 +7,9 @@ nothing but the work and when it came: tests and capacity planning use that coun
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from typing import Any, Final
 
 from headrace.contracts.messages import ChatPrompt, Row, TextPrompt, TokenPrompt, Usage
@@ -19,9 +22,17 @@ from headrace.inference_worker.engines.checks import (
     unsupported,
 )
 from headrace.inference_worker.engines.options import EngineOptions
-from headrace.inference_worker.engines.protocol import EngineDied, EngineInfo, ItemFailed, Output, Work
+from headrace.inference_worker.engines.protocol import (
+    EngineDied,
+    EngineInfo,
+    ItemFailed,
+    OutOfMemory,
+    Output,
+    Work,
+)
+from headrace.inference_worker.engines.sim_faults import Fault, SimFaults
 from headrace.inference_worker.engines.sim_model import Answer, answer, digest, estimate_tokens, read_settings
-from headrace.inference_worker.engines.sim_scheduler import Scheduler, Sequence, Step
+from headrace.inference_worker.engines.sim_scheduler import DECODE, Scheduler, Sequence, Step
 
 # Simulated text has no distribution to sample from, so temperature and its kin hold for it as they stand.
 HONOURED: Final = frozenset(
@@ -40,13 +51,14 @@ _TURNS: Final = 6
 class _Item:
     """One `run` under way: its answers, and how many of its sequences are still in the engine."""
 
-    __slots__ = ("answers", "done", "left", "sequences")
+    __slots__ = ("answers", "done", "fault", "left", "sequences")
 
     def __init__(self, answers: list[Answer], done: asyncio.Future[None]) -> None:
         self.answers = answers
         self.done = done
         self.left = len(answers)
         self.sequences: list[Sequence] = []
+        self.fault: Fault | None = None
 
 
 class SimEngine:
@@ -54,7 +66,8 @@ class SimEngine:
 
     Settings (`sim_model.read_settings`): `prefill_tokens_per_s`, `step_ms`, `step_per_seq_ms`,
     `step_per_kv_token_us`, `capacity_tokens`, `max_num_seqs` (or options.slots), `max_num_batched_tokens`,
-    `max_model_len` (or options.context), `vocab_size`, `output_median`, `output_sigma` (of the log), `time_scale`.
+    `max_model_len` (or options.context), `vocab_size`, `output_median`, `output_sigma` (of the log), `time_scale`;
+    and the faults of `sim_faults`.
     A text's prompt tokens are its UTF-8 bytes / 4, rounded up.
     """
 
@@ -71,6 +84,8 @@ class SimEngine:
             queues=True,
         )
         self._items: set[_Item] = set()
+        self._faults = SimFaults(s)
+        self._armed: set[_Item] = set()
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._virtual_s = 0.0
@@ -127,13 +142,16 @@ class SimEngine:
             prompt_tokens=tokens,
             chat=work.chat,
             traceparent=work.traceparent,
+            attempt=work.attempt,
         )
 
     async def run(self, work: Work) -> Output:
         """Queue the item, and return its answer at the step that ends it; a cancelled item frees its place at once."""
         if self._loop_task is None or self._loop_task.done():
             raise EngineDied("the engine is not running")
-        seed = digest(_text(work.prompt))
+        text = _text(work.prompt)
+        fault = self._faults.of(work, text) if self._faults.any else None
+        seed = digest(text)
         n, prompt = work.params.n, max(1, work.prompt_tokens)
         answers = [answer(self._settings, seed, work.params, work.max_tokens, which) for which in range(n)]
         item = _Item(answers, asyncio.get_running_loop().create_future())
@@ -141,6 +159,9 @@ class SimEngine:
             seq = self._scheduler.add(item, prompt, work.max_tokens, one.tokens, work.params.priority)
             item.sequences.append(seq)
         self._items.add(item)
+        if fault is not None:
+            item.fault = fault
+            self._armed.add(item)
         self._work.set()
         try:
             await item.done
@@ -187,6 +208,8 @@ class SimEngine:
                 # What is handed in together starts together: let the others of this turn queue up first.
                 await _turns()
             step = scheduler.step()
+            if self._armed:
+                await self._strike()
             seconds = self._account(step)
             if scale:
                 # From one due time to the next, not from now: a late wake-up must not slow the machine down.
@@ -196,6 +219,25 @@ class SimEngine:
                 self._finish(seq)
             if not scale:
                 await _turns() if step.finished else await asyncio.sleep(0)
+
+    async def _strike(self) -> None:
+        """Let happen what the items bring that were prefilled in this step."""
+        for item in list(self._armed):
+            if not any(seq.state >= DECODE for seq in item.sequences):
+                continue
+            self._armed.discard(item)
+            if item.fault is Fault.POISON:
+                raise EngineDied("the engine died of an item, as poison asked")
+            if item.fault is Fault.HANG:
+                await asyncio.Event().wait()
+            if item.fault is Fault.FREEZE:
+                threading.Event().wait()
+            if item.fault is Fault.SEGFAULT:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if self._settings.oom_always or len(self._items) > 1:
+                self._drop(item)
+                if not item.done.done():
+                    item.done.set_exception(OutOfMemory("there is no memory left, as oom_tokens asked"))
 
     def _account(self, step: Step) -> float:
         s = self._settings
@@ -216,7 +258,7 @@ class SimEngine:
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._end_all(f"the steps failed: {error!r}")
+            self._end_all(str(error) if isinstance(error, EngineDied) else f"the steps failed: {error!r}")
 
     def _end_all(self, why: str) -> None:
         for item in list(self._items):
@@ -226,6 +268,7 @@ class SimEngine:
 
     def _drop(self, item: _Item) -> None:
         self._items.discard(item)
+        self._armed.discard(item)
         for seq in item.sequences:
             self._scheduler.remove(seq)
 

@@ -48,6 +48,13 @@ class SimSettings(Struct, frozen=True, kw_only=True):
     output_sigma: float
     time_scale: float
     seed: int
+    poison: str = ""
+    hang: str = ""
+    freeze: str = ""
+    segfault: str = ""
+    oom_tokens: int = 0
+    oom_always: bool = False
+    fail_share: float = 0.0
 
     def step_seconds(self, *, prefill: int, decoding: int, kv_tokens: int) -> float:
         """Duration of one step: prefill tokens at their rate, and a + b·sequences + c·KV tokens if any decode."""
@@ -74,6 +81,13 @@ def read_settings(options: EngineOptions) -> SimSettings:
         output_sigma=x.number("output_sigma", 0.8, maximum=5.0),
         time_scale=x.number("time_scale", 1.0, maximum=1000.0),
         seed=options.seed,
+        poison=x.text("poison"),
+        hang=x.text("hang"),
+        freeze=x.text("freeze"),
+        segfault=x.text("segfault"),
+        oom_tokens=x.integer("oom_tokens", 0),
+        oom_always=x.flag("oom_always", default=False),
+        fail_share=x.number("fail_share", 0.0, maximum=1.0),
     )
     # With `slots` or `context` given, their own names would be refused as unknown rather than as doubled.
     x.text("max_num_seqs")

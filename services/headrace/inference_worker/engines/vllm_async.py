@@ -7,7 +7,9 @@ import gc
 import multiprocessing
 from typing import Any, Final
 
-from headrace.inference_worker.engines.protocol import EngineDied, ItemFailed, Output, Work
+from headrace.inference_worker.engines.background import in_daemon
+from headrace.inference_worker.engines.memory import is_out_of_memory
+from headrace.inference_worker.engines.protocol import EngineDied, ItemFailed, OutOfMemory, Output, Work
 from headrace.inference_worker.engines.reaper import Reaper
 from headrace.inference_worker.engines.vllm_args import VllmSetup, vllm
 from headrace.inference_worker.engines.vllm_common import Prepared, VllmBase, load_failure
@@ -54,7 +56,7 @@ class VllmAsyncEngine(VllmBase):
         if self._tasks:
             await asyncio.wait(self._tasks)
         if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+            await in_daemon(engine.shutdown)
         self._config = self._input = None
         # Its cycles are collected now: at the interpreter's end its finalizer finds its modules gone.
         del engine
@@ -103,6 +105,8 @@ class VllmAsyncEngine(VllmBase):
                 self._die(f"vLLM's engine failed: {e!r}")
                 raise EngineDied(self._dead) from e
             cause = e.__cause__ or e
+            if is_out_of_memory(cause):
+                raise OutOfMemory(f"vLLM: {cause}") from e
             raise ItemFailed("engine_error", f"vLLM failed the item: {cause!r}") from e
         if result is None:
             raise EngineDied(self._dead or "vLLM ended the item without an answer")

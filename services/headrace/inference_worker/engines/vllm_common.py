@@ -107,6 +107,7 @@ class VllmBase:
             prompt_tokens=len(ids),
             chat=work.chat,
             traceparent=work.traceparent,
+            attempt=work.attempt,
             ids=ids,
             sampling=sampling,
         )

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from headrace.inference_worker.engines.protocol import EngineDied, Output, Work
+from headrace.inference_worker.engines.background import in_daemon
+from headrace.inference_worker.engines.memory import is_out_of_memory
+from headrace.inference_worker.engines.protocol import EngineDied, OutOfMemory, Output, Work
 from headrace.inference_worker.engines.vllm_args import VllmSetup, set_environment, vllm
 from headrace.inference_worker.engines.vllm_common import Prepared, VllmBase, load_failure
 from headrace.inference_worker.engines.vllm_params import refusal
@@ -129,7 +131,7 @@ class StepLoop:
                     priority=work.params.priority,
                 )
             except (ValueError, TypeError, RuntimeError) as e:
-                refused.append((command.id, refusal(e)))
+                refused.append((command.id, OutOfMemory(str(e)) if is_out_of_memory(e) else refusal(e)))
         return True
 
 
@@ -177,7 +179,7 @@ class VllmStepEngine(VllmBase):
         self._on_death("the engine was stopped")
         if loop is not None:
             loop.send(_Stop())
-            await asyncio.to_thread(loop.thread.join)
+            await in_daemon(loop.thread.join)
         self._config = self._input = None
 
     async def run(self, work: Work) -> Output:

@@ -1,0 +1,115 @@
+"""The budgets of tenants: which of them bound a call, and setting one.
+
+A budget and the list that names it are written in one batch. The list is read for each intent (asked at the same time,
+once for all), since a budget that binds a little later than it is set would let calls through that it forbids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from msgspec.structs import replace
+
+from headrace.contracts.errors import Conflict, Unavailable
+from headrace.contracts.ledger import BudgetHead, BudgetName, Period, Reservation, Roster, Unit
+from headrace.gateway.book import period_name
+from headrace.gateway.ledger import Entry, Head, Ledger, Overtaken
+
+TRIES = 20
+
+
+class Budgets:
+    """The budgets of every tenant of a mesh, as one gateway sees them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._next: dict[str, asyncio.Task[list[BudgetName]]] = {}
+
+    async def of(self, tenant: str, agent: str) -> list[BudgetName]:
+        """The budgets that bound a call of `agent`, as they stand at a moment after this was asked."""
+        if (task := self._next.get(tenant)) is None:
+            task = self._next[tenant] = asyncio.get_running_loop().create_task(self._read_next(tenant))
+        found = await asyncio.shield(task)
+        return [b for b in found if b.agent in (None, agent)]
+
+    async def _read_next(self, tenant: str) -> list[BudgetName]:
+        # One turn of the loop, so that those who ask together share it; whoever asks while it reads, shares the next.
+        await asyncio.sleep(0)
+        self._next.pop(tenant, None)
+        found = await self._ledger.roster(tenant)
+        return found.roster.budgets if found else []
+
+    async def set(
+        self,
+        tenant: str,
+        budget: str,
+        *,
+        unit: Unit,
+        limit: int,
+        period: Period = "none",
+        agent: str | None = None,
+    ) -> BudgetHead:
+        """Make a budget, or give one that exists another limit; what it has posted and holds stays.
+
+        Raise `Conflict` if it exists with another unit, period or agent: its account would change its meaning.
+        """
+        name = BudgetName(budget=budget, unit=unit, period=period, agent=agent)
+        for _ in range(TRIES):
+            now_us = time.time_ns() // 1_000
+            found = await self._ledger.head(tenant, budget)
+            if found is not None:
+                head = replace(found.head, limit=limit, at_us=now_us)
+                if (head.unit, head.period, head.agent) != (unit, period, agent):
+                    msg = (
+                        f"budget {budget} of tenant {tenant} counts {head.unit} by {head.period}"
+                        f"{f' for agent {head.agent}' if head.agent else ''}: only its limit can be changed"
+                    )
+                    raise Conflict(msg)
+                entries = [Entry(head, found.seq)]
+            else:
+                head = BudgetHead(
+                    tenant=tenant,
+                    budget=budget,
+                    unit=unit,
+                    limit=limit,
+                    period=period,
+                    agent=agent,
+                    at_us=now_us,
+                )
+                named = await self._ledger.roster(tenant)
+                others = named.roster.budgets if named else []
+                roster = Roster(
+                    tenant=tenant, budgets=[*(b for b in others if b.budget != budget), name], at_us=now_us
+                )
+                entries = [Entry(head, 0), Entry(roster, named.seq if named else 0)]
+            try:
+                await self._ledger.append(entries)
+            except Overtaken:  # a call moved it, or somebody else sets budgets of this tenant
+                continue
+            except Unavailable:
+                now = await self._ledger.head(tenant, budget)
+                if now is None or now.head.limit != limit:
+                    raise
+            return head
+        msg = f"budget {budget} is moved all the time: try again"
+        raise Unavailable(msg)
+
+    async def heads(self, tenant: str) -> list[Head]:
+        """Every budget of a tenant as it stands, by name."""
+        named = await self._ledger.roster(tenant)
+        names = sorted(b.budget for b in named.roster.budgets) if named else []
+        found = await asyncio.gather(*(self._ledger.head(tenant, name) for name in names))
+        return [head for head in found if head is not None]
+
+
+def reservations(
+    budgets: list[BudgetName], amounts: dict[Unit, int | None], at_us: int
+) -> tuple[list[Reservation], list[BudgetName]]:
+    """What an attempt reserves of each budget, by unit; and the budgets whose unit it cannot tell (None)."""
+    found = [
+        Reservation(budget=b.budget, unit=b.unit, amount=amount, period=period_name(b.period, at_us))
+        for b in budgets
+        if (amount := amounts.get(b.unit)) is not None
+    ]
+    return found, [b for b in budgets if amounts.get(b.unit) is None]
