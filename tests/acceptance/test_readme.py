@@ -41,11 +41,10 @@ def environment(**more: str) -> dict[str, str]:
     return clean_environment(PATH=f"{scripts}{os.pathsep}{os.environ['PATH']}", **more)
 
 
-def test_the_tour_and_the_python_example(mesh: tuple[Up, Path]) -> None:
-    _, folder = mesh
-    tour = next(b for b in blocks("sh") if "headrace submit" in b)
-    commands = [line.partition("#")[0].strip() for line in tour.splitlines() if line.startswith("headrace ")]
-    assert len(commands) >= 7
+def run_block(folder: Path, mark: str) -> int:
+    """Run the commands of the first shell block that has `mark`; each must exit 0. Return how many there were."""
+    block = next(b for b in blocks("sh") if mark in b)
+    commands = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("headrace ")]
     for command in commands:
         done = subprocess.run(
             ["bash", "-c", command],
@@ -57,6 +56,17 @@ def test_the_tour_and_the_python_example(mesh: tuple[Up, Path]) -> None:
             check=False,
         )
         assert done.returncode == 0, (command, done.returncode, done.stdout, done.stderr)
+    return len(commands)
+
+
+def test_the_commands_for_when_things_fail(mesh: tuple[Up, Path]) -> None:
+    _, folder = mesh
+    assert run_block(folder, "headrace retry") == 5
+
+
+def test_the_tour_and_the_python_example(mesh: tuple[Up, Path]) -> None:
+    _, folder = mesh
+    assert run_block(folder, "headrace submit") >= 7
     assert len((folder / "first.jsonl").read_text().splitlines()) == 132
     [example] = blocks("python")
     done = subprocess.run(

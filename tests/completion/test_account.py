@@ -16,15 +16,18 @@ from headrace.completion import counting
 from headrace.completion.counting import count_landed, doubled, gaps
 from headrace.completion.outcomes import insert_results
 from headrace.completion.store import Connection, Store
+from headrace.contracts import codec
 from headrace.contracts.api import JobAudit, ShapeAccount, TenantAudit
 from headrace.contracts.errors import HeadraceError
 from headrace.contracts.messages import Task, TextPrompt
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.microservice import call_api
+from headrace.mesh.publisher import publish
 from headrace.mesh.settings import Settings
 from tests.completion.world import (
     FUNCTION,
+    SHAPE,
     Producer,
     assert_cancelled,
     cancel,
@@ -390,3 +393,28 @@ async def test_the_account_holds_through_kills_of_completion(
         assert_law(await tenant(mesh))
     assert (audit.ok, audit.missing, audit.doubled) == (1_000, [], [])
     assert samples == sorted(samples)
+
+
+async def test_tasks_whose_lease_a_killed_broker_forgot_are_one_item_each(
+    mesh: Mesh, settings: Settings
+) -> None:
+    """Their outcomes landed, and they wait once more with nobody who holds them: in two places, and counted once."""
+    job = Producer(mesh, "j")
+    await job.whole(300)
+    await job.work(range(40, 300), remove=False)
+    async with serving(settings):
+        await until(job.results_empty)
+        audit = await job.audit()
+        assert_law(audit)
+        assert (audit.ok, audit.queued, audit.sources.tasks_in_broker) == (260, 40, 300)
+        status = await job.status()
+        assert (status.ok, status.queued) == (260, 40)
+        # One more than there may be is still found.
+        task = Task(job="j", index=299, function=FUNCTION, prompt=TextPrompt(text="hi"), generation=9)
+        await publish(
+            mesh,
+            mesh.topology.tasks,
+            mesh.subjects.task(FUNCTION, "normal", SHAPE, "j"),
+            codec.TASK.encode(task),
+        )
+        assert not (await job.audit()).balanced

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -77,6 +78,7 @@ ends = st.sampled_from(
 )
 
 
+afterwards = st.sampled_from(("nothing", "retry", "stranger", "retry, stranger"))
 crashes = st.sampled_from((None, None, None, "now", 0, 1, 2, 3, 4, 5))
 """Whether completion dies: at a point that its step passes, by number, or after it."""
 
@@ -94,6 +96,7 @@ class TaskPath(RuleBasedStateMachine):
         self.server = NatsServer(self.folder / "nats", durability="relaxed")
         self.server.start()
         self.models = {job: JobModel() for job in JOBS}
+        self.history: list[str] = []
         self.last_pull = time.monotonic()
         self.broker_kills = 0
         self.idle = self.failed = self.dropped = False
@@ -109,6 +112,11 @@ class TaskPath(RuleBasedStateMachine):
         """One step, to its end."""
 
         self.idle = False
+        caller = sys._getframe(1)
+        names = caller.f_code.co_varnames[1 : caller.f_code.co_argcount]
+        self.history.append(
+            f"{caller.f_code.co_name}({', '.join(f'{n}={caller.f_locals[n]!r}' for n in names)})"
+        )
 
         async def bounded() -> Any:
             async with asyncio.timeout(60):
@@ -117,7 +125,9 @@ class TaskPath(RuleBasedStateMachine):
         try:
             return self.runner.run(bounded())
         except BaseException:
-            traceback.print_exc()  # Hypothesis shows an error only if it comes again
+            # Hypothesis shows an error, and what led to it, only if it comes again.
+            traceback.print_exc()
+            print("what happened:", *self.history, sep="\n  ")
             self.failed = True
             raise
 
@@ -355,14 +365,19 @@ class TaskPath(RuleBasedStateMachine):
             model.see_rows(await self._rows(job))
             assert model.finished, "a job that had not ended refused to be cancelled"
 
-    @rule(job=jobs, status=statuses, n=few, sure=st.booleans(), retry=st.booleans())
-    def a_quiet_while(self, job: str, status: str, n: int, sure: bool, retry: bool) -> None:
-        """For once nothing goes wrong, and what is there is worked off in small pieces: the job ends."""
+    @rule(job=jobs, status=statuses, n=few, sure=st.booleans(), then=afterwards)
+    def a_quiet_while(self, job: str, status: str, n: int, sure: bool, then: str) -> None:
+        """For once nothing goes wrong, and what is there is worked off in small pieces: the job ends.
+
+        What ended is asked for again: by a retry, by a submitter who slept through it all.
+        """
         if sure and self.models[job].opened:
             SEEN["quiet"] += 1
             self.run(self._quiet(job, status, n))
-            if retry:
+            if "retry" in then:
                 self.run(self._retry(job, None))
+            if "stranger" in then:
+                self.run(self._store(job, n, producer=Producer(self.meshes[0], job)))
 
     async def _quiet(self, job: str, status: str, n: int) -> None:
         await self._seal(job)

@@ -138,7 +138,26 @@ class Accounting:
             if reading.balanced:
                 return reading
             await asyncio.sleep(PAUSE_S)
-        return await self._read(job, count=count)
+            if reading.excess and (excused := await self._excused(job, reading)).balanced:
+                return excused
+        reading = await self._read(job, count=count)
+        return reading if reading.balanced or not reading.excess else await self._excused(job, reading)
+
+    async def _excused(self, job: str, reading: Reading) -> Reading:
+        """`reading` with the tasks that have their outcome already, found by looking at them, taken for leased.
+
+        They are leased as a rule. A broker that was killed may have forgotten that, and then they wait once more until
+        a worker takes them: each is in two places, and known to be one item.
+        """
+        settled: dict[str, int] = {}
+        async for keys in self._sources.stored_tasks(job):
+            landed = await self._store.read(counting.which_landed, job, [key[1:] for key in keys])
+            for shape, index, generation in keys:
+                settled[shape] = settled.get(shape, 0) + ((index, generation) in landed)
+            if sum(settled.values()) >= reading.excess + sum(reading.leased.values()):
+                break
+        shapes = {*settled, *reading.leased}
+        return replace(reading, leased={s: max(settled.get(s, 0), reading.leased.get(s, 0)) for s in shapes})
 
     async def _settled_or_gone(self, job: str) -> Reading | None:
         try:

@@ -138,3 +138,13 @@ def _extend(found: Ranges, more: Ranges) -> None:
 def _one(connection: Connection, query: str, values: dict[str, object]) -> int | None:
     row = connection.execute(query, values).fetchone()
     return None if row is None or row[0] is None else int(row[0])
+
+
+def which_landed(connection: Connection, job: str, keys: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Those of the given (index, generation) that have an outcome."""
+    rows = connection.execute(
+        """SELECT "index", generation FROM outcomes
+        WHERE job = $1 AND "index" IN (SELECT unnest($2::BIGINT[])) AND generation IN (SELECT unnest($3::INTEGER[]))""",
+        [job, [index for index, _ in keys], sorted({generation for _, generation in keys})],
+    ).fetchall()
+    return {(int(index), int(generation)) for index, generation in rows}

@@ -5,7 +5,8 @@ be exact. It is a sandwich: manifest, tasks, results, rows, results, leases, tas
 
     upper = tasks + results + rows, read in the direction of the flow: sees each item at least once
     lower = rows + tasks, read against it: sees an item twice only while its task is leased
-            (its result or row is there, and the ack of the task is on its way, or lost with its worker)
+            (its result or row is there, and the ack of the task is on its way, or lost with its worker; a broker
+            that was killed may have forgotten the lease: then the tasks themselves are looked at)
 
 and the account balances iff `lower - leased ≤ submitted` (at the end) and `submitted ≤ upper` (at the beginning).
 At rest both are the same sum. Results do not count in `lower`: two may be stored for one item (a worker died between
@@ -79,20 +80,19 @@ class Reading(Struct, frozen=True):
         return max(self.first.intake.generation, self.last.intake.generation) > self.row.generation
 
     @property
+    def excess(self) -> int:
+        """By how much rows and tasks, but for leased ones, are more than was submitted."""
+        last = self.last
+        lower = self.rows + last.all_tasks + self._waiting(last.intake, missing=0)
+        return max(0, lower - min(sum(self.leased.values()), last.all_tasks) - last.intake.stored)
+
+    @property
     def balanced(self) -> bool:
         """Whether this reading is consistent with every stored item being somewhere exactly once."""
-        first, last = self.first, self.last
+        first = self.first
         upper = self.waiting + first.all_tasks + first.results + self.rows
-        lower = self.rows + last.all_tasks + self._waiting(last.intake, missing=0)
-        leased = min(sum(self.leased.values()), last.all_tasks)
         enough = self.row.state == "cancelling" or first.intake.stored <= upper
-        return (
-            not self.void
-            and enough
-            and lower - leased <= last.intake.stored
-            and self._counters_agree
-            and self._shapes_balance
-        )
+        return not self.void and enough and not self.excess and self._counters_agree and self._shapes_balance
 
     # --- the account ---------------------------------------------------------------------------------
     def shapes(self) -> list[ShapeAccount]:

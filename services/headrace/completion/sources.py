@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,11 +17,13 @@ from headrace.contracts.messages import JobCancelled, JobSealed, Manifest, Worke
 from headrace.contracts.subjects import Subjects, TaskAddress
 from headrace.contracts.topology import Topology
 from headrace.mesh.connection import Mesh
-from headrace.mesh.jsapi import consumer_info, last_message, stream_info
+from headrace.mesh.jsapi import consumer_info, last_message, next_message, stream_info
 
 REPORT_AGE_US = 10_000_000
 """A worker's report that is older says nothing about now."""
 REPORTS_KEPT_S = 0.5
+LOOKED_AT, LOOKED_AT_ONCE = 5_000, 250
+"""Tasks of a job that are looked at one by one where its account does not balance, at most, and in one piece."""
 
 
 class Running(Struct, frozen=True):
@@ -70,6 +73,26 @@ class SourceReader:
     async def tasks(self, job: str) -> dict[str, int]:
         """Stored tasks of the job by subject, waiting and leased."""
         return await self._count(self._topology.tasks, self._subjects.tasks_of_job(job))
+
+    async def stored_tasks(self, job: str) -> AsyncIterator[list[tuple[str, int, int]]]:
+        """Shape token, index and generation of the job's stored tasks, oldest first, up to `LOOKED_AT` of them."""
+        keys: list[tuple[str, int, int]] = []
+        seq = 0
+        for at in range(1, LOOKED_AT + 1):
+            found = await next_message(
+                self._mesh, self._topology.tasks, self._subjects.tasks_of_job(job), seq + 1
+            )
+            if found is not None:
+                seq = found.sequence
+                with contextlib.suppress(Undecodable):
+                    task = codec.TASK.decode(found.data, found.headers)
+                    address = self._address(found.subject)
+                    keys.append((f"t{address.shape if address else 0}", task.index, task.generation))
+            if keys and (found is None or at % LOOKED_AT_ONCE == 0):
+                yield keys
+                keys = []
+            if found is None:
+                return
 
     async def jobs_in_queue(self) -> tuple[set[str], set[str]]:
         """Jobs that have tasks in the broker, and jobs that have a progress record there."""
