@@ -81,8 +81,12 @@ def doctor(
 # --- a running mesh ---------------------------------------------------------------------------------
 
 
-def test_a_sound_mesh_fails_nothing_and_exits_0(echo_mesh: Up) -> None:
-    done = echo_mesh.run("doctor", "--json")
+def test_a_sound_mesh_fails_nothing_and_exits_0(tmp_path: Path) -> None:
+    up = Up(tmp_path / "D")  # one of its own: what other tests leave behind is not sound
+    try:
+        done = up.run("doctor", "--json")
+    finally:
+        up.kill()
     assert done.returncode == 0, done.stdout
     found = {f["check"]: f for f in json.loads(done.stdout)}
     assert all(set(f) == KEYS for f in found.values())

@@ -245,9 +245,14 @@ async def test_items_that_miss_the_deadline_while_it_ends_the_job_have_one_outco
                 result("j", i, "failed", error=late, shape=job.shape_of(i)) for i in range(first, first + 30)
             )
         await until(job.results_empty)
-        await assert_cancelled(job, count=400)
-        status = await job.status()
-        assert status.cause == "deadline"
+        status = await job.ended()
+        # The last failure may land before the deadline is acted upon: then there is nothing left to cancel.
+        if status.state == "cancelled":
+            await assert_cancelled(job, count=400)
+            assert status.cause == "deadline"
+        else:
+            assert (status.state, status.cause, status.failed) == ("completed_with_errors", None, 390)
+        assert await job.count_completed_events() == 1
         assert status.ok == 10
         audit = await job.audit()
         assert (audit.doubled, audit.sources.rows_landed) == ([], 400)

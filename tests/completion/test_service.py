@@ -322,8 +322,9 @@ async def test_a_task_stored_twice_does_not_balance(mesh: Mesh, settings: Settin
     async with serving(settings):
         job = Producer(mesh, "j")
         await job.whole(3)
-        await job.work([0], remove=False)
-        await until(job.results_empty)
+        task = Task(job="j", index=1, function=FUNCTION, prompt=TextPrompt(text="hi"))
+        subject = mesh.subjects.task(FUNCTION, "normal", SHAPE, "j")
+        await publish(mesh, mesh.topology.tasks, subject, codec.TASK.encode(task))
         assert not (await job.audit()).balanced
 
 

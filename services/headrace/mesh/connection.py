@@ -97,7 +97,13 @@ class Mesh:
         try:
             async with asyncio.timeout(FIRST_CONNECT_S):
                 await self.nc.connect(**options)
+                # The library takes a connection that is closed in the middle of its greeting (wrong credentials, say)
+                # for made, and goes on trying behind our back: an answer tells.
+                await self.nc.flush(FIRST_CONNECT_S)
         except (OSError, TimeoutError, nats.errors.Error) as e:
+            with contextlib.suppress(OSError, nats.errors.Error):
+                wire.discard(self.nc)
+                await self.nc.close()
             reason = self._last_error or e
             msg = f"no broker answers at {_shown(s.url)}: {str(reason) or type(reason).__name__}"
             raise Unavailable(msg) from None
@@ -240,7 +246,9 @@ class Mesh:
 
     async def _on_error(self, error: Exception) -> None:
         # While connecting every failed try would be reported here too; `_pick_server` logs those.
-        self._last_error = error
+        # What the broker says of credentials is the reason, and the end of file that follows it is not.
+        if "authorization" not in str(self._last_error).lower():
+            self._last_error = error
         if not self._down and not self._fail_denied(str(error)):
             log.warning("connection trouble", extra={"reason": f"{type(error).__name__}: {error}"[:300]})
 

@@ -26,6 +26,7 @@ from headrace.mesh.acks import Acker
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
+from headrace.mesh.jsapi import STREAM_IS_FULL, JetStreamError
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.publisher import publish, publish_all
 from headrace.mesh.wire import OutMessage
@@ -152,6 +153,12 @@ class Settler:
                 # Full, away, or unknown: storing twice is harmless (landing is keyed), losing is not.
                 if self._mesh.closed.is_set():
                     raise
+                if isinstance(e, JetStreamError) and e.err_code in STREAM_IS_FULL and len(results) > 1:
+                    # Refused whole: a part may fit, and all of it might be more than the stream ever takes.
+                    middle = len(results) // 2
+                    await self._store(results[:middle])
+                    await self._store(results[middle:])
+                    return
                 delay = backoff_s(attempt)
                 attempt += 1
                 log.warning(
