@@ -14,7 +14,7 @@ from headrace.cli.chaos_kit.plan import BROKER, COMPLETION, SUBMIT, WORKER
 from headrace.cli.chaos_kit.report import Report
 from headrace.cli.chaos_kit.verdict import Verdict
 
-WIDTH: Final = 132
+WIDTH: Final = 170
 MEASURED: Final = {"submit": SUBMIT, "worker-1": WORKER, "completion": COMPLETION, "nats-server": BROKER}
 """Processes that are measured, with the names of their components."""
 STEADY: Final = 0.15
