@@ -218,7 +218,8 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if not 10 <= given.items <= 10_000:  # noqa: PLR2004  (a page of SQL)
         parser.error(f"--items {given.items} is outside 10..10000")
-    if not 1 <= given.kills <= 10 or given.slots < 1 or given.prefetch < 1 or given.work_ms < 0:  # noqa: PLR2004
+    most_kills = 10  # more of them, and little work is left between two
+    if not 1 <= given.kills <= most_kills or given.slots < 1 or given.prefetch < 1 or given.work_ms < 0:
         parser.error("--kills is 1..10, --slots and --prefetch at least 1, --work-ms at least 0")
     if given.seed is None:
         given.seed = random.randrange(1 << 30)

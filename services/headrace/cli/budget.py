@@ -68,11 +68,11 @@ def set_(
     """Make a budget, or give one that exists another limit; what it has posted and holds stays."""
     request = BudgetOrder(
         budget=check_token("budget", name),
-        unit=unit.value,  # type: ignore[arg-type]
+        unit=unit.value,  # type: ignore[arg-type]  # the words of the contract
         limit=limit,
         tenant=None if tenant is None else check_token("tenant", tenant),
         agent=None if agent is None else check_token("agent", agent),
-        period=period.value,  # type: ignore[arg-type]
+        period=period.value,  # type: ignore[arg-type]  # the words of the contract
     )
 
     async def work(mesh: Mesh) -> BudgetLine:

@@ -70,6 +70,7 @@ def list_(
     if tenant is not None:
         conditions.append(f"tenant = '{check_token('tenant', tenant)}'")
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    # Nothing of it is free text: a known state, a checked name, a number.
     sql = f"SELECT {', '.join(COLUMNS)} FROM calls {where} ORDER BY last_sequence DESC LIMIT {limit}"  # noqa: S608
 
     async def work(mesh: Mesh) -> QueryReply:
@@ -130,7 +131,7 @@ def resolve(
     """End a call in doubt by what you found out; the record says who and why."""
     request = CallDecision(
         call=_id(call),
-        verdict=verdict.value,  # type: ignore[arg-type]
+        verdict=verdict.value,  # type: ignore[arg-type]  # the words of the contract
         tenant=_tenant(tenant),
         cost_micro=cost_micro,
         why=_why(why),

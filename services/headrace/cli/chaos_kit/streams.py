@@ -103,7 +103,7 @@ class Streams:
         """Publish a stored result of the job, and older ones, once more each; how many were stored again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
-                while (found := await self._stored_result()) is None:  # noqa: ASYNC110
+                while (found := await self._stored_result()) is None:  # noqa: ASYNC110  (a stream has no event)
                     await asyncio.sleep(0.01)
                 self._seen.append(found)
         stored = 0
