@@ -18,7 +18,7 @@ demo *args:
 
 # The tests, without those that need vLLM: just test tests/mesh -k publisher
 test *args:
-    {{ bin }}/pytest -m "not vllm" {{ args }}
+    {{ bin }}/pytest -n 2 --dist loadfile -m "not vllm" {{ args }}
 
 # Style, format, and who may import whom
 lint:

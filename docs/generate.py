@@ -18,7 +18,7 @@ import msgspec
 from doctor_page import doctor_text  # beside this file
 
 from headrace.contracts import api, codec
-from headrace.mesh import settings
+from headrace.mesh import callee_settings, settings
 
 DOCS = Path(__file__).parent
 
@@ -68,8 +68,11 @@ def _kebab(name: str) -> str:
 def settings_text() -> str:
     """The settings as Markdown: one table for each section."""
     parts = [SETTINGS_HEAD]
-    parts.append(_section("General", settings.Settings, "", skip=set(_SECTIONS)))
-    parts += [_section(f"`[{name}]`", type_, name) for name, type_ in _SECTIONS.items()]
+    parts.append(_section("General", settings.Settings, "", skip={*_SECTIONS, "callees"}))
+    parts += [
+        _section(f"`[{name}]`", type_, "–" if name == "policy" else name) for name, type_ in _SECTIONS.items()
+    ]
+    parts += [_section(f"`{name}`", type_, "–") for name, type_ in _IN_FILES.items()]
     parts.append(SETTINGS_TAIL)
     return "\n".join(parts)
 
@@ -80,6 +83,13 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     for name, found in ((f.name, f.type) for f in msgspec.structs.fields(settings.Settings))
     if isinstance(found, type) and issubclass(found, msgspec.Struct)
 }
+_IN_FILES: dict[str, type[msgspec.Struct]] = {
+    "[[policy.rules]]": callee_settings.PolicyRule,
+    "[callees.NAME]": callee_settings.CalleeSettings,
+    "[callees.NAME.price]": callee_settings.PriceSettings,
+    "[callees.NAME.resolver]": callee_settings.ResolverSettings,
+}
+"""Tables that only a file can have."""
 
 
 def _section(title: str, type_: type[msgspec.Struct], prefix: str, skip: set[str] | None = None) -> str:
@@ -104,6 +114,8 @@ def _section(title: str, type_: type[msgspec.Struct], prefix: str, skip: set[str
 def _variable(prefix: str, name: str) -> str:
     if name == "url":
         return "`HEADRACE_NATS_URL`"
+    if prefix == "–":
+        return prefix
     return (
         "–"
         if name == "engine_options"
@@ -123,8 +135,9 @@ def _values(schema: dict[str, Any]) -> str:
         "number": "number",
         "object": "table",
         "boolean": "yes or no",
+        "array": "list",
     }
-    said = kind.get(one.get("type", ""), "any")
+    said = "table" if "$ref" in one else kind.get(one.get("type", ""), "any")
     low, high = (
         one.get("minimum", one.get("exclusiveMinimum")),
         one.get("maximum", one.get("exclusiveMaximum")),
@@ -137,8 +150,10 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "needed"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    return "–" if value in (None, "", {}) else f"`{value}`"
+    return "–" if value in (None, "", {}, []) or isinstance(value, msgspec.Struct) else f"`{value}`"
 
 
 def _field_texts(type_: type[msgspec.Struct]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from headrace.cli.watching import Pace, exit_of
 from headrace.contracts.api import JobStatus
 from headrace.contracts.errors import Conflict, InvalidInput, NotFound, Refused, Unavailable
 from headrace.inference_worker.engines import vllm_weights
+from headrace.mesh.callee_settings import GatewaySettings
 from headrace.mesh.settings import CompletionSettings, Settings, WorkerSettings, read_mesh_file
 
 
@@ -83,11 +84,19 @@ def test_what_the_end_of_a_job_means(fields, code):
 
 
 @pytest.mark.parametrize(
-    ("section", "owner"), [("worker", WorkerSettings), ("completion", CompletionSettings), (None, None)]
+    ("section", "owner"),
+    [
+        ("worker", WorkerSettings),
+        ("completion", CompletionSettings),
+        ("gateway", GatewaySettings),
+        (None, None),
+    ],
 )
 def test_every_setting_is_a_flag(section, owner):
     names = {p.name for p in setting_flags.parameters(section)}
-    shared = set(Settings.__struct_fields__) - {"dir", "worker", "completion"}
+    shared = set(Settings.__struct_fields__) - {
+        "dir", "worker", "completion", "gateway", "policy", "callees",
+    }  # fmt: skip
     assert names == shared | set(owner.__struct_fields__ if owner else ())
 
 

@@ -10,6 +10,7 @@ import duckdb
 import pytest
 
 from headrace.completion import ledger_rows
+from headrace.completion.ledger_schema import LEDGER_STEP
 from headrace.contracts.account import Fold
 from headrace.contracts.ledger import BudgetHead, Roster
 from headrace.gateway.answers import held_micro, posted_micro
@@ -19,7 +20,7 @@ from tests.property.ledger_world import EFFECTS, MODES, World
 @pytest.fixture
 def connection(tmp_path: Path) -> duckdb.DuckDBPyConnection:
     made = duckdb.connect(str(tmp_path / "x.duckdb"))
-    for statement in ledger_rows.LEDGER_STEP:
+    for statement in LEDGER_STEP:
         made.execute(statement)
     return made
 

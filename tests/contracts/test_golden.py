@@ -41,6 +41,7 @@ from headrace.contracts.messages import (
 )
 from headrace.contracts.names import Lane
 from headrace.contracts.suspects import Cleared, Suspect
+from tests.contracts import ledger_examples
 
 GOLDEN = Path(__file__).with_name("golden")
 AT = 1_764_547_200_000_000
@@ -316,6 +317,7 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
     "suspect-1.error": (codec.SUSPECT, Suspect(stored_us=AT, error="RuntimeError: not now")),
     "suspect-1.cleared": (codec.SUSPECT, Cleared(incident="i-1", culprit=7, worker="w-1", at_us=AT)),
 }
+EXAMPLES |= ledger_examples.EXAMPLES
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

@@ -65,8 +65,6 @@ def one(budget: str = "b", amount: int = 1) -> Reservation:
 
 @pytest.fixture
 async def stream_ledger(mesh: Mesh) -> StreamLedger:
-    for spec in mesh.topology.governed_streams():
-        await jsapi.call(mesh, f"STREAM.CREATE.{spec.name}", spec.config())
     return StreamLedger(mesh)
 
 

@@ -84,6 +84,11 @@ SCHEMAS: Final[tuple[Schema[Any], ...]] = (
     FUNCTION,
     WORKER_REPORT,
     SUSPECT,
+    CALL,
+    CALL_RECORD,
+    BUDGET_HEAD,
+    ROSTER,
+    EVIDENCE,
 )
 
 

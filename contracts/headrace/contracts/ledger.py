@@ -121,9 +121,11 @@ class CallTimes(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What every record of a call has. `owner` and `epoch` name the gateway that wrote it, and its life."""
+    """What every record of a call has. `owner` and `epoch` name the gateway that wrote it, and its life.
 
-    version: Literal[1] = 1
+    The version of its form is in the schema header of its message.
+    """
+
     call: CallId
     tenant: Token
     attempt: AttemptNumber
@@ -222,7 +224,6 @@ class BudgetHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `agent` bounds it to one principal; without one it is the whole tenant's.
     """
 
-    version: Literal[1] = 1
     tenant: Token
     budget: Token
     unit: Unit
@@ -248,7 +249,6 @@ class Roster(Struct, frozen=True, kw_only=True, omit_defaults=True):
     It is read for each intent, so that a budget binds from the moment in which it is stored.
     """
 
-    version: Literal[1] = 1
     tenant: Token
     budgets: list[BudgetName] = []
     at_us: Micros = 0
@@ -264,7 +264,6 @@ class Evidence(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `rejected` decisions, and an approval that was `approval_asked`, `approved` or `denied`.
     """
 
-    version: Literal[1] = 1
     call: CallId
     tenant: Token
     kind: Literal[

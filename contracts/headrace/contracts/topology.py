@@ -131,7 +131,11 @@ class Topology:
         self.suspects_bucket = f"{p}_suspects"
 
     def streams(self) -> list[StreamSpec]:
-        """Every stream of the task path, buckets included."""
+        """Every stream, buckets included."""
+        return [*self.task_streams(), *self.governed_streams()]
+
+    def task_streams(self) -> list[StreamSpec]:
+        """The streams of the task path."""
         p = self.subjects.prefix
         return [
             StreamSpec(
@@ -195,6 +199,7 @@ class Topology:
                 name=self.calls,
                 subjects=[f"{p}.calls.>"],
                 retention="workqueue",
+                allow_atomic=True,
                 allow_direct=True,
                 max_bytes=self.max_bytes,
                 description="governed calls that wait for a gateway; acked once terminal or in doubt",
@@ -268,7 +273,21 @@ class Topology:
 
     def completion_consumers(self) -> list[ConsumerSpec]:
         """What the completion service pulls from."""
-        return [self.results_consumer(), self.jobs_consumer(), self.dead_consumer()]
+        return [self.results_consumer(), self.jobs_consumer(), self.dead_consumer(), self.ledger_consumer()]
+
+    def gateway_consumers(self) -> list[ConsumerSpec]:
+        """What gateways pull from, all of them together."""
+        return [self.calls_consumer(), self.call_results_consumer()]
+
+    def call_results_consumer(self) -> ConsumerSpec:
+        """Results of calls that ran on our own workers."""
+        return ConsumerSpec(
+            stream=self.results,
+            durable="gateway",
+            filter_subject=self.subjects.results_of_sink("call"),
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=20_000,
+        )
 
     def results_consumer(self) -> ConsumerSpec:
         """Results of jobs, for landing."""

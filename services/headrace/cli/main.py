@@ -11,6 +11,9 @@ import typer
 
 from headrace.cli import (
     audit,
+    budget,
+    call,
+    calls,
     cancel,
     chaos,
     dead,
@@ -18,6 +21,7 @@ from headrace.cli import (
     doctor,
     init,
     jobs,
+    ledger,
     results,
     retry,
     services,
@@ -75,6 +79,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("retry", retry.retry, "Run what failed of a job again"),
     ("jobs", jobs.jobs, "The jobs of a mesh"),
     ("sql", sql.sql, "Ask the data plane"),
+    ("call", call.call, "Make a governed call"),
+    ("rebuild", ledger.rebuild, "Make the tables of calls again"),
     ("chaos", chaos.chaos, "Break a mesh on purpose, prove nothing is lost"),
     ("init", init.init, "Make streams and consumers, refuse drift"),
     ("doctor", doctor.doctor, "What is not as it should be"),
@@ -85,6 +91,9 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 for _name, _function, _short in _COMMANDS:
     app.command(_name, short_help=_short)(_function)
 app.add_typer(dead.app, name="dead", short_help="What was given up, and another chance for it")
+app.add_typer(calls.app, name="calls", short_help="What was called, and deciding about it")
+app.add_typer(budget.app, name="budget", short_help="What tenants and agents may spend")
+app.add_typer(ledger.app, name="ledger", short_help="The ledger, proved from itself")
 
 
 def main() -> None:

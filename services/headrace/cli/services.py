@@ -17,7 +17,7 @@ from headrace.cli.target import find_settings
 _SERVICES = {
     "worker": ("headrace.inference_worker.service", "WorkerService", "worker"),
     "completion": ("headrace.completion.service", "CompletionService", "completion"),
-    "gateway": ("headrace.gateway.service", "GatewayService", None),
+    "gateway": ("headrace.gateway.service", "GatewayService", "gateway"),
 }
 
 

@@ -13,10 +13,15 @@ from msgspec import NODEFAULT, Struct, structs
 
 from headrace.contracts.errors import InvalidInput
 from headrace.mesh import settings as settings_module
+from headrace.mesh.callee_settings import GatewaySettings
 from headrace.mesh.settings import CompletionSettings, Settings, WorkerSettings
 
-_SECTIONS: dict[str, type[Struct]] = {"worker": WorkerSettings, "completion": CompletionSettings}
-_OWN_OPTION = {"dir"}
+_SECTIONS: dict[str, type[Struct]] = {
+    "worker": WorkerSettings,
+    "completion": CompletionSettings,
+    "gateway": GatewaySettings,
+}
+_OWN_OPTION = {"dir", "policy", "callees"}
 _PAIRS = "worker.engine_options"
 
 

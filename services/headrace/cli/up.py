@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,16 @@ def up(
     folder: Dir = None,
     engine: Engine = None,
     model: Model = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="File of settings [default: headrace.toml in --dir, else here].",
+            show_default=False,
+        ),
+    ] = None,
     workers: Workers = 1,
+    gateways: Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateway processes.")] = 1,
     port: Annotated[
         int | None,
         typer.Option(
@@ -106,17 +116,22 @@ def up(
     """Run a mesh on this machine: broker, completion, gateway and workers, each in its own process.
 
     Stays in the foreground and restarts what dies. The line `ready nats://127.0.0.1:PORT` on standard output
-    says that work can be submitted. Ctrl-C or SIGTERM drains (workers, completion, gateway, broker); a second
+    says that work can be submitted. Ctrl-C or SIGTERM drains (workers, gateways, completion, broker); a second
     one ends everything at once: nothing that was acknowledged is lost by that either. Everything lies in one
     folder; settings in its headrace.toml apply.
     """
     from headrace.cli.supervisor.foreground import UpOptions, run_foreground
+    from headrace.mesh.settings import CONFIG_ENV
+
+    if config is not None:
+        os.environ[CONFIG_ENV] = str(config.absolute())  # for the services as well
 
     options = UpOptions(
         folder=folder,
         engine=known_engine(engine),
         model=str(Path(model).expanduser()) if model else None,
         workers=workers,
+        gateways=gateways,
         port=port,
         durability=durability,
         function=function,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -39,6 +41,7 @@ class Projection:
         self._mesh = mesh
         self._store = store
         self._settler = settler
+        self._rebuilding = asyncio.Lock()
         self._consumer = BatchConsumer(mesh, mesh.topology.ledger_consumer(), batch=BATCH, wait_s=0.02)
 
     async def run(self) -> None:
@@ -71,6 +74,11 @@ class Projection:
             await write_patiently(self._store, "the ledger", ledger_rows.insert, records)
             crash_point("projection-committed")
             await self._settler.ack_all(taken)
+
+    async def serve_rebuild(self, _request: dict[str, Any], _headers: Mapping[str, str]) -> Rebuilt:
+        """`rebuild`, one at a time, while projecting goes on."""
+        async with self._rebuilding:
+            return await self.rebuild()
 
     async def rebuild(self) -> Rebuilt:
         """Read the whole ledger into new tables and put them in place of those in use."""

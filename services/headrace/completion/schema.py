@@ -10,11 +10,13 @@ from typing import Final
 
 import duckdb
 
+from headrace.completion.ledger_schema import LEDGER_STEP
 from headrace.contracts.errors import Conflict
 
 TABLES: Final = (
     "jobs", "outcomes", "current_outcomes", "dead", "queries", "retries", "retry_items", "stream_marks",
-    "stream_losses", "large_outcomes", "large_parts", "schema_version",
+    "stream_losses", "large_outcomes", "large_parts", "call_records", "budget_heads", "calls", "spend", "in_doubt",
+    "budgets", "schema_version",
 )  # fmt: skip
 """What a query may read."""
 
@@ -191,6 +193,7 @@ STEPS: Final[tuple[tuple[int, str, tuple[str, ...]], ...]] = (
     (2, "retries, shapes, deadlines and failure limits", (*_MORE_COLUMNS, _RETRIES, _RETRY_ITEMS, _CURRENT)),
     (3, "marks of the streams, and what the broker lost", (_STREAM_MARKS, _STREAM_LOSSES)),
     (4, "results that were too large for a message", (_LARGE, _LARGE_PARTS)),
+    (5, "the ledger of governed calls", LEDGER_STEP),
 )
 """Each step: number, what it does, its statements."""
 

@@ -18,6 +18,7 @@ from headrace.completion.dead import DeadLetters
 from headrace.completion.jobs import Jobs
 from headrace.completion.landing import Landing
 from headrace.completion.policy import Policies
+from headrace.completion.projection import Projection
 from headrace.completion.query import Queries
 from headrace.completion.results import Results
 from headrace.completion.retry import Retrier
@@ -72,7 +73,7 @@ class CompletionService(Service):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._loops: list[asyncio.Task[Any]] = []
-        self._parts: list[Landing | Jobs | DeadLetters] = []
+        self._parts: list[Landing | Jobs | DeadLetters | Projection] = []
         self._store: Store | None = None
         self._checks: SelfCheck | None = None
         self._queries: Queries | None = None
@@ -97,10 +98,12 @@ class CompletionService(Service):
         canceller = Canceller(self.mesh, store, announcer, self.spawn)
         blobs = Blobs(self.mesh, store)
         landing = Landing(self.mesh, store, settler, announcer, blobs)
+        projection = Projection(self.mesh, store, settler)
         self._parts = [
             landing,
             Jobs(self.mesh, store, settler, announcer, canceller.start, on_ended=blobs.ended),
             DeadLetters(self.mesh, store, settler),
+            projection,
         ]
         max_bytes = self.mesh.max_payload - REPLY_MARGIN_BYTES
         self._queries = Queries(
@@ -118,6 +121,7 @@ class CompletionService(Service):
         self.spawn(checks.marks.run(), "marks")
         self.spawn(checks.run(), "checks")
         self._server = self._serve(Accounting(sources, store), canceller, results, self._queries, checks)
+        self._server.endpoint("rebuild", dict[str, Any], projection.serve_rebuild, timeout_s=600.0)
         serve_retries(self._server, self.mesh, store, retrier, max_bytes=max_bytes)
         await self._server.start()
         # Ready means that a request which comes now is answered: the broker has read the subscriptions.

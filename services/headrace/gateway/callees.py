@@ -138,7 +138,8 @@ def worst_case(callee: Callee, body: Body) -> dict[Unit, int | None]:
     if price is not None:
         micro = None if output is None else cost(price, body.input_tokens, output)
     else:
-        micro = 0 if callee.settings.free else None
+        # What runs on our own workers costs no money.
+        micro = 0 if callee.settings.free or callee.settings.kind == "function" else None
     return {"calls": 1, "tokens": tokens, "micro": micro}
 
 

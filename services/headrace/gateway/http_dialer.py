@@ -8,7 +8,6 @@ was read and lost. So connections are kept for a moment only, and for money and 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import msgspec
 from headrace.contracts.account import CallView
 from headrace.contracts.errors import HeadraceError
 from headrace.contracts.ledger import DANGEROUS, CallError, CallOutcome, CallTimes, CallUsage
+from headrace.gateway.awake import within
 from headrace.gateway.callees import Callee
 from headrace.gateway.chat_stream import ChatStream, usage_of
 from headrace.gateway.dialing import Attempted, Order
@@ -64,12 +64,7 @@ class HttpDialer:
             return Attempted(seen=Seen.NOT_SENT, error=error, request_sent=False)
         left_s = max(0.0, order.until_us / 1e6 - time.time())
         try:
-            async with asyncio.timeout(left_s):
-                response = await client.send(request, stream=True)
-                try:
-                    return await flight.read(response)
-                finally:
-                    await response.aclose()
+            return await within(flight.make(client, request), left_s)
         except TimeoutError:
             return flight.broken("timeout", f"no answer within {order.callee.settings.timeout_s:g} s")
         except httpx.TimeoutException:
@@ -144,6 +139,14 @@ class _Flight:
         """Called by the connection at each of its steps."""
         if event.endswith("send_request_headers.started") and not self._sent_us:
             self._sent_us = _now_us()
+
+    async def make(self, client: httpx.AsyncClient, request: httpx.Request) -> Attempted:
+        """Send the request and read its answer."""
+        response = await client.send(request, stream=True)
+        try:
+            return await self.read(response)
+        finally:
+            await response.aclose()
 
     async def read(self, response: httpx.Response) -> Attempted:
         """Read the answer, bounded, and say what it means."""

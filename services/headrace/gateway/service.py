@@ -1,31 +1,65 @@
-"""The gateway's service: takes work in at `hr.api.submit` and answers with a receipt once it is stored."""
+"""The gateway's service: the front door for work, and the one way in which anything outside is called."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import secrets
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from msgspec import Raw
 
 from headrace.contracts.api import SubmitReply
+from headrace.contracts.calls import CallAnswer, CallAsk
+from headrace.contracts.codec import TRACEPARENT
+from headrace.gateway.ask import ask
+from headrace.gateway.book import Book
+from headrace.gateway.budgets import Budgets
+from headrace.gateway.call_results import CallResults
+from headrace.gateway.callees import Callees
+from headrace.gateway.calls import Calls
+from headrace.gateway.conduct import Conductor
+from headrace.gateway.desk import Desk
+from headrace.gateway.dialers import Dialers
+from headrace.gateway.evidence import EvidenceStream
+from headrace.gateway.gate import PolicyGate
 from headrace.gateway.intake import store
+from headrace.gateway.ledger import StreamLedger
+from headrace.gateway.ledger_mark import LedgerMark
+from headrace.gateway.open_calls import OpenCalls
+from headrace.gateway.owners import Owners
 from headrace.gateway.requests import read_request
+from headrace.gateway.resolve import Resolver
 from headrace.mesh.checks.start import check_start
+from headrace.mesh.jsapi import stream_info
+from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.microservice import ApiServer
 from headrace.mesh.service import Service
 from headrace.mesh.settings import Settings
 
+log = logging.getLogger("headrace.gateway")
+
 NAME: Final = "headrace-gateway"
+LONGEST_WAIT_S: Final = 3_600.0
+REQUESTS: Final = 4_096
+"""Requests that are answered at once: most of them wait for a call."""
 
 
 class GatewayService(Service):
-    """The front door for work. It keeps no state: any number may run, and each restarts alone.
+    """Any number may run, and each restarts alone: what it holds stands in the ledger.
 
-    A stop goes in this order:
+    Start: take a new life; refuse to if the ledger went back; put in doubt, or end, what an older life left open; then
+    take calls. A stop goes in this order:
 
-    1. take no more requests
-    2. answer those in hand: each is stored and confirmed, or its asker is told that it is not known
-    3. close the connection
+    1. take no more requests and no more calls
+    2. calls that are under way are brought to their end within `grace_s`, their records written; the rest is left to
+       the next life, and to other gateways once its leases are over
+    3. answer the requests in hand
+    4. close connections to callees, end the leases, close the connection
     """
 
     name = "gateway"
@@ -33,26 +67,100 @@ class GatewayService(Service):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._api: ApiServer | None = None
+        self._calls: Calls | None = None
+        self._results: CallResults | None = None
+        self._dialers: Dialers | None = None
+        self._mark: LedgerMark | None = None
+        self._leases = LeaseKeeper(settings, "gateway")
 
     async def on_start(self) -> None:
         """Serve; `nats service ls` shows `headrace-gateway` from now on."""
-        await check_start(self.mesh, (self.mesh.topology.tasks, self.mesh.topology.jobs))
+        mesh, topology = self.mesh, self.mesh.topology
+        await check_start(
+            mesh, (topology.tasks, topology.jobs, topology.calls, topology.ledger, topology.evidence)
+        )
+        name = self.settings.gateway.name or _unique_name()
+        mark = self._mark = LedgerMark(mesh, Path(self.settings.dir) / "run" / "ledger.json")
+        await mark.check()
+        owners = Owners(mesh)
+        me = await owners.begin(name)
+        ledger, evidence = StreamLedger(mesh), EvidenceStream(mesh)
+        book, callees = Book(ledger), Callees(self.settings.callees)
+        dialers = self._dialers = Dialers(mesh)
+        await dialers.start()
+        await self._leases.start()
+        conductor = Conductor(
+            me=me,
+            ledger=ledger,
+            book=book,
+            callees=callees,
+            gate=PolicyGate(self.settings.policy, evidence),
+            dialer=dialers,
+            testify=evidence.testify,
+            alive=owners.alive,
+        )
+        resolver = Resolver(
+            me=me, ledger=ledger, book=book, callees=callees, dialer=dialers, evidence=evidence
+        )
+        open_calls = OpenCalls(mesh)
+        last_seq = int((await stream_info(mesh, topology.ledger))["state"]["last_seq"])
+        self.spawn(open_calls.follow(last_seq), "open calls")
+        await open_calls.caught_up.wait()
+        found = await resolver.recover(open_calls)
+        log.info("gateway lives", extra={"gateway": name, "epoch": me.epoch, "left_open": found})
+        self.spawn(resolver.sweep_for_ever(open_calls), "resolver")
+        self.spawn(self._leases.watch(), "leases")
+        self.spawn(mark.keep(), "ledger mark")
+        self._calls = Calls(
+            mesh, self._leases, conductor.conduct, concurrency=self.settings.gateway.concurrency
+        )
+        self._results = CallResults(mesh, ledger)
+        await self._calls.start()
+        self.spawn(self._results.run(), "results of calls")
         self._api = ApiServer(
-            self.mesh,
+            mesh,
             NAME,
-            description="The front door: takes work in and answers with a receipt",
+            description="The front door: takes work in, and makes governed calls",
+            max_concurrent=REQUESTS,
         )
         self._api.endpoint("submit", Raw, self._submit)
+        self._api.endpoint("call", CallAsk, self._call, timeout_s=LONGEST_WAIT_S + 10.0)
+        Desk(mesh, ledger=ledger, evidence=evidence, budgets=Budgets(ledger), resolver=resolver).serve(
+            self._api
+        )
         await self._api.start()
         # A service that says it is ready is heard. The answer proves that the broker has read the subscriptions
         # before it; a flush would not, since nats-py sends its ping ahead of what waits in its buffer.
-        await self.mesh.request(f"$SRV.PING.{NAME}", b"")
+        await mesh.request(f"$SRV.PING.{NAME}", b"")
 
     async def on_drain(self) -> None:
-        """Take no more requests and answer those in hand."""
+        """Steps 1 to 3 of a stop."""
+        if self._calls is not None:
+            await self._calls.stop(self.settings.grace_s)
+        if self._results is not None:
+            await self._results.stop()
         if self._api is not None:
             await self._api.stop()
+        if self._mark is not None:
+            await self._mark.note()
+
+    async def on_stop(self) -> None:
+        """Step 4 of a stop."""
+        if self._dialers is not None:
+            await self._dialers.close()
+        await self._leases.stop()
 
     async def _submit(self, body: Raw, headers: Mapping[str, str]) -> SubmitReply:
         request = read_request(bytes(body), self.settings.tenant)
         return await store(self.mesh, request, headers)
+
+    async def _call(self, request: CallAsk, headers: Mapping[str, str]) -> CallAnswer:
+        return await ask(
+            self.mesh, request, tenant=self.settings.tenant, traceparent=headers.get(TRACEPARENT)
+        )
+
+
+def _unique_name() -> str:
+    """A name of this life only: what it leaves open waits for the end of its leases."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64].strip("-") or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(3)}"

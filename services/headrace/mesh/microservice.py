@@ -56,8 +56,17 @@ Handler = Callable[[Req, Mapping[str, str]], Awaitable[Any]]
 class ApiServer:
     """The endpoints of one service; `nats service ls` finds it by `name`."""
 
-    def __init__(self, mesh: Mesh, name: str, *, version: str = "0.1.0", description: str = "") -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        *,
+        version: str = "0.1.0",
+        description: str = "",
+        max_concurrent: int = MAX_CONCURRENT,
+    ) -> None:
         self._mesh = mesh
+        self._max_concurrent = max_concurrent
         self._config = ServiceConfig(
             name=name, version=version, description=description, stats_handler=self._stats, metadata={}
         )
@@ -74,7 +83,7 @@ class ApiServer:
 
         async def serve(request: Request) -> None:
             # nats.micro awaits one handler at a time; a task for each keeps a slow one from blocking others.
-            if len(self._tasks) >= MAX_CONCURRENT:
+            if len(self._tasks) >= self._max_concurrent:
                 await self._error(request, Unavailable(f"{name} is busy: try again", code="busy"))
                 return
             task = asyncio.get_running_loop().create_task(

@@ -52,7 +52,7 @@ async def provision(mesh: Mesh, *, dry_run: bool = False) -> list[str]:
             drift += differences(f"stream {stream.name}", stream.config(), existing)
             drift += stream_rules.forbidden(stream, existing)
     if not drift:
-        for consumer in mesh.topology.completion_consumers():
+        for consumer in [*mesh.topology.completion_consumers(), *mesh.topology.gateway_consumers()]:
             made += await _ensure_consumer(mesh, consumer, drift, dry_run=dry_run)
     _refuse(drift)
     return made

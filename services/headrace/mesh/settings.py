@@ -18,12 +18,21 @@ from msgspec import Meta, Struct
 
 from headrace.contracts.errors import InvalidInput, NotFound
 from headrace.contracts.names import Token
+from headrace.mesh.callee_settings import CalleeSettings, GatewaySettings, PolicySettings
 
 DEFAULT_DIR = ".headrace"
 CONFIG_FILE = "headrace.toml"
+CONFIG_ENV = "HEADRACE_CONFIG"
+"""Names another file of settings."""
 MESH_FILE = "mesh.json"
 _ENV = "HEADRACE_"
-_NOT_SETTINGS = {"HEADRACE_CRASH_AT", "HEADRACE_READY_FILE", "HEADRACE_CACHE", "HEADRACE_TRACE_ITEMS_PER_JOB"}
+_NOT_SETTINGS = {
+    "HEADRACE_CONFIG",
+    "HEADRACE_CRASH_AT",
+    "HEADRACE_READY_FILE",
+    "HEADRACE_CACHE",
+    "HEADRACE_TRACE_ITEMS_PER_JOB",
+}
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
@@ -101,6 +110,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a stop waits for running work."""
     worker: WorkerSettings = WorkerSettings()
     completion: CompletionSettings = CompletionSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    policy: PolicySettings = PolicySettings()
+    """Who may call what: rules, of which the first that fits decides."""
+    callees: dict[Token, CalleeSettings] = {}
+    """What can be called, by name."""
 
     def __post_init__(self) -> None:
         if self.max_item_bytes < self.large_item_bytes:
@@ -110,7 +124,15 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(msg)
 
 
-_SECTIONS = {"worker": WorkerSettings, "completion": CompletionSettings}
+_SECTIONS = {
+    "worker": WorkerSettings,
+    "completion": CompletionSettings,
+    "gateway": GatewaySettings,
+    "policy": PolicySettings,
+}
+"""Sections of plain settings; `[callees.NAME]` stand beside them."""
+_IN_FILES_ONLY = ("policy", "callees")
+"""Sections that no flag and no environment variable can give."""
 
 
 def mesh_dir(explicit: str | Path | None = None) -> Path:
@@ -134,8 +156,9 @@ def load_settings(
     env = os.environ if environ is None else environ
     folder = mesh_dir(dir)
     merged: dict[str, Any] = {}
-    for path in (folder / CONFIG_FILE, Path(CONFIG_FILE)):
-        if path.is_file():
+    explicit = env.get(CONFIG_ENV)
+    for path in (Path(explicit),) if explicit else (folder / CONFIG_FILE, Path(CONFIG_FILE)):
+        if explicit or path.is_file():
             merged = _read_toml(path)
             break
     _merge_env(merged, env)
@@ -188,11 +211,15 @@ def _merge_env(merged: dict[str, Any], env: Mapping[str, str]) -> None:
             key = "url"
         section, _, rest = key.partition("_")
         if section in _SECTIONS:
-            if rest not in _SECTIONS[section].__struct_fields__ or rest == "engine_options":
+            if (
+                section in _IN_FILES_ONLY
+                or rest not in _SECTIONS[section].__struct_fields__
+                or rest == "engine_options"
+            ):
                 msg = f"environment variable {name} names no setting that the environment can give"
                 raise InvalidInput(msg, field=name, code="invalid_setting")
             _put(merged, f"{section}.{rest}", value)
-        elif key in Settings.__struct_fields__:
+        elif key in Settings.__struct_fields__ and key not in _IN_FILES_ONLY:
             _put(merged, key, value)
         else:
             msg = f"environment variable {name} names no setting"

@@ -30,6 +30,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     engine: str | None = None
     model: str | None = None
     workers: int = 1
+    gateways: int = 1
     port: int | None = None
     durability: str | None = None
     function: str | None = None
@@ -92,6 +93,7 @@ def _make_plan(options: UpOptions, layout: Layout) -> tuple[Plan, int]:
         settings=settings,
         port=port,
         workers=options.workers,
+        gateways=options.gateways,
         lifeline=reading_end,
         worker_flags=tuple(flags),
     )
@@ -113,7 +115,7 @@ async def _run(plan: Plan, options: UpOptions) -> int:
         if not supervisor.stopping.is_set():
             _announce(plan, state)
             await supervisor.stopping.wait()
-            say("stopping: workers, completion, gateway, broker (again to end at once)")
+            say("stopping: workers, gateway, completion, broker (again to end at once)")
     finally:
         clean = await supervisor.stop(plan.stop_order())
         state.pid, state.pids = 0, {}

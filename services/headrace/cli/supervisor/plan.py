@@ -30,6 +30,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     settings: Settings
     port: int
     workers: int = 1
+    gateways: int = 1
     lifeline: int = -1
     """Reading end of the pipe that ties the services to us."""
     worker_flags: tuple[str, ...] = ()
@@ -48,11 +49,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         )
 
     def readers(self) -> list[ChildSpec]:
-        """Completion and the gateway."""
+        """Completion and the gateways; each gateway keeps its name, and with it its open calls, over restarts."""
         database = self.settings.completion.database or str(self.layout.database)
         return [
             self._service("completion", "completion", "--database", database),
-            self._service("gateway", "gateway"),
+            *(self._service(name, "gateway", "--name", name) for name in self._gateways()),
         ]
 
     def worker_specs(self) -> list[ChildSpec]:
@@ -63,8 +64,12 @@ class Plan(Struct, frozen=True, kw_only=True):
         ]
 
     def stop_order(self) -> list[list[str]]:
-        """Workers first, so that what they finish still lands; the broker last."""
-        return [[f"worker-{i}" for i in range(1, self.workers + 1)], ["completion"], ["gateway"], [SERVER]]
+        """Workers first, then the gateways, so that what they finish still lands; the broker last."""
+        workers = [f"worker-{i}" for i in range(1, self.workers + 1)]
+        return [workers, self._gateways(), ["completion"], [SERVER]]
+
+    def _gateways(self) -> list[str]:
+        return ["gateway", *(f"gateway-{i}" for i in range(2, self.gateways + 1))]
 
     def _service(self, name: str, command: str, *flags: str) -> ChildSpec:
         self.layout.rotate_log(name)

@@ -1,8 +1,8 @@
 """Start in order, restart what dies, drain in the opposite order.
 
 A stop is: (1) no more restarts; (2) the workers drain, all at once: they start nothing new, finish or give
-back what runs, and their results are stored; (3) completion lands what is stored; (4) the gateway; (5) the
-broker, last. Each has its grace and is killed after it. A second signal ends everything at once.
+back what runs, and their results are stored; (3) the gateways end the calls under way; (4) completion lands what is
+stored; (5) the broker, last. Each has its grace and is killed after it. A second signal ends everything at once.
 """
 
 from __future__ import annotations

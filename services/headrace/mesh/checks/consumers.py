@@ -17,7 +17,7 @@ from headrace.mesh.provision import differences
 async def check_consumers(reading: Reading) -> list[Finding]:
     """Completion's consumers and those of every registered function."""
     topology = reading.mesh.topology
-    wanted = topology.completion_consumers()
+    wanted = topology.completion_consumers() + topology.gateway_consumers()
     for function in await reading.functions():
         wanted += topology.function_consumers(function)
     found: list[Finding] = []
@@ -89,7 +89,8 @@ async def _foreign_streams(reading: Reading) -> list[Finding]:
 
 async def _foreign_consumers(reading: Reading) -> list[Finding]:
     topology = reading.mesh.topology
-    ours = {(spec.stream, spec.durable) for spec in topology.completion_consumers()}
+    known = topology.completion_consumers() + topology.gateway_consumers()
+    ours = {(spec.stream, spec.durable) for spec in known}
     found: list[Finding] = []
     for stream in (spec.name for spec in topology.streams() if spec.retention == "workqueue"):
         for info in await reading.consumers(stream):

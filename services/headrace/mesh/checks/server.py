@@ -88,9 +88,9 @@ async def _limits(reading: Reading, usage: Info, limits: Info) -> list[Finding]:
     if 0 < bound("max_consumers") < consumers:
         text = f"{bound('max_consumers')} in a stream, and the functions of this mesh need {consumers}"
         short("max_consumers", text, f"set max_consumers: {consumers} or more")
-    specs = mesh.topology.completion_consumers() + [
-        c for f in functions for c in mesh.topology.function_consumers(f)
-    ]
+    topology = mesh.topology
+    specs = topology.completion_consumers() + topology.gateway_consumers()
+    specs += [c for f in functions for c in topology.function_consumers(f)]
     leases = max(spec.max_ack_pending for spec in specs)
     if 0 < bound("max_ack_pending") < leases:
         text = f"{bound('max_ack_pending'):,}: consumers that lease {leases:,} cannot be made"
