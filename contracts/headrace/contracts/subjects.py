@@ -13,6 +13,7 @@ from headrace.contracts.errors import InvalidInput
 from headrace.contracts.names import Lane, check_token
 
 DEFAULT_PREFIX = "hr"
+MAIL_LANES = ("work", "control", "reply")
 _TASK_TOKENS = 6
 _SHAPE_TOKEN = re.compile(r"t([0-9]{1,2})")
 MAX_SHAPE = 24
@@ -133,6 +134,26 @@ class Subjects:
     def evidence(self, tenant: str, call: str) -> str:
         """Subject of what was learned of a call beside its records: `hr.evidence.<tenant>.<call>`."""
         return f"{self.prefix}.evidence.{check_token('tenant', tenant)}.{check_token('call', call)}"
+
+    # --- agents -------------------------------------------------------------------------------------
+    def mail(self, agent: str, lane: str) -> str:
+        """Subject of one lane of an agent's mailbox: `hr.mail.<agent>.<lane>`; lane is `work`, `control` or `reply`."""
+        if lane not in MAIL_LANES:
+            msg = f"mail lane {lane[:80]!r} is unknown: use one of {', '.join(MAIL_LANES)}"
+            raise InvalidInput(msg, field="lane", code="invalid_name")
+        return f"{self.prefix}.mail.{check_token('agent', agent)}.{lane}"
+
+    def mail_of(self, agent: str) -> str:
+        """Filter matching all lanes of an agent's mailbox."""
+        return f"{self.prefix}.mail.{check_token('agent', agent)}.*"
+
+    def agent_state(self, agent: str) -> str:
+        """Subject of an agent's committed states: `hr.agents.state.<agent>`."""
+        return f"{self.prefix}.agents.state.{check_token('agent', agent)}"
+
+    def capture(self, agent: str, run: str) -> str:
+        """Subject of what an agent did in one run: `hr.capture.<agent>.<run>`."""
+        return f"{self.prefix}.capture.{check_token('agent', agent)}.{check_token('run', run)}"
 
     def reply(self, request: str) -> str:
         """Subject of a late answer: `hr.replies.<request>`."""

@@ -17,6 +17,8 @@ GIB = 1 << 30
 MIN_SERVER = (2, 15, 1)
 SUSPECTS_KEPT_S = 6 * 3_600.0
 """How long a crash is remembered: longer than any task waits for its next try, short enough to need no care."""
+STATES_KEPT = 4
+"""Committed states of one agent that are kept: the last counts, those before it are for looking."""
 REPLIES_KEPT_NS = 24 * 3_600 * 1_000_000_000
 """How long a late answer can be fetched."""
 
@@ -38,6 +40,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     deny_delete: bool = False
     deny_purge: bool = False
     allow_rollup_hdrs: bool = False
+    discard_new_per_subject: bool = False
+    """A subject that holds `max_msgs_per_subject` refuses, and the others go on."""
     description: str = ""
 
     def config(self, *, replicas: int = 1) -> dict[str, Any]:
@@ -66,6 +70,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
         }
         if self.allow_atomic:
             body["allow_atomic"] = True
+        if self.discard_new_per_subject:
+            body["discard_new_per_subject"] = True
         return body
 
 
@@ -106,11 +112,17 @@ class Topology:
     """
 
     def __init__(
-        self, subjects: Subjects | None = None, *, ack_wait_s: float = 30.0, max_bytes: int = -1
+        self,
+        subjects: Subjects | None = None,
+        *,
+        ack_wait_s: float = 30.0,
+        max_bytes: int = -1,
+        mailbox_messages: int = 10_000,
     ) -> None:
         self.subjects = subjects or Subjects()
         self.ack_wait_s = ack_wait_s
         self.max_bytes = max_bytes
+        self.mailbox_messages = mailbox_messages
         p = self.subjects.prefix.upper().replace("-", "_")
         self.tasks, self.results, self.jobs, self.dead = (
             f"{p}_TASKS",
@@ -129,10 +141,13 @@ class Topology:
         self.blobs_bucket = f"{p}_blobs"
         self.blobs = f"OBJ_{self.blobs_bucket}"
         self.suspects_bucket = f"{p}_suspects"
+        self.mail, self.agents, self.capture = f"{p}_MAIL", f"{p}_AGENTS", f"{p}_CAPTURE"
+        self.cards_bucket, self.presence_bucket = f"{p}_cards", f"{p}_presence"
+        self.pipelines_bucket = f"{p}_pipelines"
 
     def streams(self) -> list[StreamSpec]:
         """Every stream, buckets included."""
-        return [*self.task_streams(), *self.governed_streams()]
+        return [*self.task_streams(), *self.governed_streams(), *self.agent_streams()]
 
     def task_streams(self) -> list[StreamSpec]:
         """The streams of the task path."""
@@ -183,6 +198,7 @@ class Topology:
             ),
             _bucket(self.functions_bucket, "registered functions"),
             _bucket(self.workers_bucket, "reports of running workers", max_age_s=15.0),
+            _bucket(self.pipelines_bucket, "pipelines: their stages and what feeds each"),
             _bucket(
                 self.suspects_bucket,
                 "tasks that were in an engine when it died, and last errors",
@@ -235,6 +251,63 @@ class Topology:
             _bucket(self.gateways_bucket, "the lives of gateways"),
         ]
 
+    def agent_streams(self) -> list[StreamSpec]:
+        """The streams of agents: mailboxes, committed states, what agents did; their cards and who is there."""
+        p = self.subjects.prefix
+        return [
+            # A full mailbox refuses, and the others go on: each lane of an agent is one subject.
+            StreamSpec(
+                name=self.mail,
+                subjects=[f"{p}.mail.>"],
+                retention="workqueue",
+                allow_atomic=True,
+                allow_direct=True,
+                max_bytes=self.max_bytes,
+                max_msgs_per_subject=self.mailbox_messages,
+                discard_new_per_subject=True,
+                description="mailboxes of agents; a full one refuses",
+            ),
+            StreamSpec(
+                name=self.agents,
+                subjects=[f"{p}.agents.>"],
+                retention="limits",
+                discard="old",
+                allow_direct=True,
+                max_msgs_per_subject=STATES_KEPT,
+                description="committed states of agents with what each sends out next",
+            ),
+            StreamSpec(
+                name=self.capture,
+                subjects=[f"{p}.capture.>"],
+                retention="limits",
+                allow_direct=True,
+                max_bytes=self.max_bytes,
+                description="what agents did; may trail",
+            ),
+            _bucket(self.cards_bucket, "cards of agents: what each does and takes"),
+            _bucket(self.presence_bucket, "which agents are running, for display", max_age_s=15.0),
+        ]
+
+    def mail_consumer(self, agent: str, lane: str) -> ConsumerSpec:
+        """One lane of an agent's mailbox. One message at a time: so a sender's order holds under redelivery."""
+        return ConsumerSpec(
+            stream=self.mail,
+            durable=f"{agent}-{lane}",
+            filter_subject=self.subjects.mail(agent, lane),
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=1 if lane == "work" else 1_000,
+        )
+
+    def capture_consumer(self) -> ConsumerSpec:
+        """What agents did, for the data plane."""
+        return ConsumerSpec(
+            stream=self.capture,
+            durable="completion",
+            filter_subject=f"{self.subjects.prefix}.capture.>",
+            ack_wait_s=self.ack_wait_s,
+            max_ack_pending=20_000,
+        )
+
     def ledger_consumer(self) -> ConsumerSpec:
         """The ledger's records, for the projection."""
         return ConsumerSpec(
@@ -273,7 +346,13 @@ class Topology:
 
     def completion_consumers(self) -> list[ConsumerSpec]:
         """What the completion service pulls from."""
-        return [self.results_consumer(), self.jobs_consumer(), self.dead_consumer(), self.ledger_consumer()]
+        return [
+            self.results_consumer(),
+            self.jobs_consumer(),
+            self.dead_consumer(),
+            self.ledger_consumer(),
+            self.capture_consumer(),
+        ]
 
     def gateway_consumers(self) -> list[ConsumerSpec]:
         """What gateways pull from, all of them together."""

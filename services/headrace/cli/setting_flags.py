@@ -14,12 +14,13 @@ from msgspec import NODEFAULT, Struct, structs
 from headrace.contracts.errors import InvalidInput
 from headrace.mesh import settings as settings_module
 from headrace.mesh.callee_settings import GatewaySettings
-from headrace.mesh.settings import CompletionSettings, Settings, WorkerSettings
+from headrace.mesh.settings import AgentSettings, CompletionSettings, Settings, WorkerSettings
 
 _SECTIONS: dict[str, type[Struct]] = {
     "worker": WorkerSettings,
     "completion": CompletionSettings,
     "gateway": GatewaySettings,
+    "agent": AgentSettings,
 }
 _OWN_OPTION = {"dir", "policy", "callees"}
 _PAIRS = "worker.engine_options"

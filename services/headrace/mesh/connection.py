@@ -51,7 +51,12 @@ class Mesh:
         self.settings = settings
         self.name = check_token("name", name)
         self.subjects = Subjects(settings.prefix)
-        self.topology = Topology(self.subjects, ack_wait_s=settings.ack_wait_s, max_bytes=settings.max_bytes)
+        self.topology = Topology(
+            self.subjects,
+            ack_wait_s=settings.ack_wait_s,
+            max_bytes=settings.max_bytes,
+            mailbox_messages=settings.mailbox_messages,
+        )
         self.nc: Any = wire.Connection()
         self.closed = asyncio.Event()
         self.losses = 0

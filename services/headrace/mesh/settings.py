@@ -77,6 +77,20 @@ class CompletionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """DuckDB's own memory limit."""
 
 
+class AgentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Agents: how often a message is tried, how far it may travel, how much recording may wait."""
+
+    max_tries: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    """Deliveries of a message before it becomes a dead letter without being handled again."""
+    retry_s: Seconds = 1.0
+    """Pause after a first failed try; it doubles with each further one, up to `retry_cap_s`."""
+    retry_cap_s: Seconds = 30.0
+    max_hops: Annotated[int, Meta(ge=1, le=10_000)] = 64
+    """Messages that may follow from one another before the conversation is ended."""
+    capture_records: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
+    """Records of what agents did that wait for the broker; further ones are dropped and counted."""
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a process of the mesh can be told."""
 
@@ -96,6 +110,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Deliveries of a task before it becomes `dead` without running again."""
     max_bytes: Annotated[int, Meta(ge=-1)] = -1
     """Bound of the task and result streams in bytes each; full streams refuse. -1 = the broker's own."""
+    mailbox_messages: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
+    """Messages that one lane of an agent's mailbox holds; a full one refuses, and the sender is told."""
     large_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 524_288
     """A task with more bytes than this has its prompt in the object store, and so has one too large for a message."""
     max_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 32_000_000
@@ -111,6 +127,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: WorkerSettings = WorkerSettings()
     completion: CompletionSettings = CompletionSettings()
     gateway: GatewaySettings = GatewaySettings()
+    agent: AgentSettings = AgentSettings()
     policy: PolicySettings = PolicySettings()
     """Who may call what: rules, of which the first that fits decides."""
     callees: dict[Token, CalleeSettings] = {}
@@ -128,6 +145,7 @@ _SECTIONS = {
     "worker": WorkerSettings,
     "completion": CompletionSettings,
     "gateway": GatewaySettings,
+    "agent": AgentSettings,
     "policy": PolicySettings,
 }
 """Sections of plain settings; `[callees.NAME]` stand beside them."""
