@@ -34,6 +34,10 @@ types:
 bench *args:
     {{ bin }}/python -m tests.bench {{ args }}
 
+# What the gateway adds to a call, and how fast it recovers: just bench-gateway --litellm PATH
+bench-gateway *args:
+    {{ bin }}/python -m tests.bench.gateway {{ args }}
+
 # A job on a mesh that is broken on purpose, and the proof: just chaos mine.jsonl --items 20000 --seconds 120
 chaos *args="examples/prompts.jsonl --items 20000":
     {{ bin }}/headrace chaos {{ args }}
@@ -59,7 +63,7 @@ lock:
     {{ bin }}/pip install -qq pip-tools
     for out in local dev; do CUSTOM_COMPILE_COMMAND="just lock" {{ bin }}/pip-compile -q --generate-hashes --strip-extras \
         --allow-unsafe --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --build-deps-for wheel \
-        --build-deps-for editable --extra completion,tokenizers,parquet,llamacpp,server \
+        --build-deps-for editable --extra completion,tokenizers,parquet,llamacpp,embed,server \
         $(test $out = local || echo "--extra dev -c requirements/local.txt") -o requirements/$out.txt pyproject.toml || exit 1; done
 
 # Everything that has to pass, from nothing, as continuous integration runs it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 import msgspec
 from doctor_page import doctor_text  # beside this file
+from msgspec import _json_schema
 
 from headrace.contracts import api, codec
-from headrace.mesh import callee_settings, settings
+from headrace.mesh import callee_settings, forge_settings, settings
 
 DOCS = Path(__file__).parent
 
@@ -38,9 +40,11 @@ SETTINGS_TAIL = """\
 |---|---|---|
 | `HEADRACE_CACHE` | `~/.cache/headrace` | Where fetched models are kept. |
 | `HEADRACE_TRACE_ITEMS_PER_JOB` | 1000 | Items of a sampled job that get spans; others carry its trace id. |
-| `OTEL_EXPORTER_OTLP_ENDPOINT` | unset: tracing is off | Where spans go, as OTLP over HTTP. |
+| `OTEL_EXPORTER_OTLP_ENDPOINT` | unset: all is off | Where spans and metrics go, as OTLP over HTTP. |
 | `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` | unset | The same, as a whole URL for traces alone. |
-| `OTEL_SDK_DISABLED` | false | `true` switches tracing off whatever else is set. |
+| `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` | unset | The same for metrics alone. |
+| `OTEL_METRIC_EXPORT_INTERVAL` | 60000 | Milliseconds between two reports of metrics. |
+| `OTEL_SDK_DISABLED` | false | `true` switches both off whatever else is set. |
 | `OTEL_TRACES_SAMPLER`, `…_ARG` | `parentbased_always_on` | Sampling, decided once for each job. |
 | other `OTEL_*` | as in OpenTelemetry's SDK | Resource, headers, batch sizes, limits. |
 | `TRACEPARENT` | unset | The trace that a submit joins. |
@@ -56,6 +60,18 @@ def schema_files() -> dict[Path, str]:
     return {DOCS / "schemas" / f"{name}.json": _schema_text(type_) for name, type_ in types.items()}
 
 
+def _raw_default(value: Any) -> Any:
+    """Raw JSON, where it is a field's default, as the value that it is."""
+    if isinstance(value, msgspec.Raw):
+        return json.loads(bytes(value))
+    msg = f"a default of type {type(value).__name__} has no place in a schema"
+    raise TypeError(msg)
+
+
+# msgspec writes defaults into a schema without a way to say how.
+_json_schema.to_builtins = functools.partial(msgspec.to_builtins, enc_hook=_raw_default)
+
+
 def _schema_text(type_: Any) -> str:
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(type_)}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
@@ -68,7 +84,7 @@ def _kebab(name: str) -> str:
 def settings_text() -> str:
     """The settings as Markdown: one table for each section."""
     parts = [SETTINGS_HEAD]
-    parts.append(_section("General", settings.Settings, "", skip={*_SECTIONS, "callees"}))
+    parts.append(_section("General", settings.Settings, "", skip={*_SECTIONS, "callees", "functions"}))
     parts += [
         _section(f"`[{name}]`", type_, "–" if name == "policy" else name) for name, type_ in _SECTIONS.items()
     ]
@@ -88,6 +104,7 @@ _IN_FILES: dict[str, type[msgspec.Struct]] = {
     "[callees.NAME]": callee_settings.CalleeSettings,
     "[callees.NAME.price]": callee_settings.PriceSettings,
     "[callees.NAME.resolver]": callee_settings.ResolverSettings,
+    "[functions.NAME]": forge_settings.FunctionSettings,
 }
 """Tables that only a file can have."""
 

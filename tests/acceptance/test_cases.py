@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROWS = [*(f"A{n}" for n in range(1, 21)), *(f"B{n}" for n in range(1, 13)), *(f"S{n}" for n in range(1, 11))]
+ROWS = [
+    *(f"A{n}" for n in range(1, 21)),
+    *(f"B{n}" for n in range(1, 13)),
+    *(f"S{n}" for n in range(1, 11)),
+    *(f"G{n}" for n in range(1, 15)),
+    *(f"M{n}" for n in range(1, 13)),
+]
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
@@ -50,7 +56,7 @@ def test_names_that_begin_with_a_case_stand_in_its_row() -> None:
     named = {test for tests in table().values() for test in tests}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name in functions_of(path):
-            case = re.match(r"test_([abs]\d+)_", name)
+            case = re.match(r"test_([absgm]\d+)_", name)
             if case and case[1].upper() in ROWS:
                 file = str(path.relative_to(ROOT / "tests"))
                 assert (file, name) in named, (

@@ -4,6 +4,7 @@
     just bench --items 2000                     a quick look
     just bench --parts submit,e2e --durability relaxed
     just bench --vllm-python PATH               the feed part with vLLM of another environment
+    just bench-gateway                          what the gateway adds to a call, by itself (tests/bench/gateway.py)
 
 Parts:
 

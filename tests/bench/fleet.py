@@ -37,7 +37,9 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 class Fleet:
     """One broker with its streams, and the services that are started on it. An async context manager."""
 
-    def __init__(self, folder: Path, durability: Durability, *, worker_flags: Iterable[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, durability: Durability, *, worker_flags: Iterable[str] = (), gateways: int = 1
+    ) -> None:
         self.layout = Layout(folder)
         port = free_port()
         self.settings = Settings(url=f"nats://127.0.0.1:{port}", dir=str(folder), durability=durability)
@@ -47,6 +49,7 @@ class Fleet:
             settings=self.settings,
             port=port,
             lifeline=self._ends[0],
+            gateways=gateways,
             worker_flags=tuple(worker_flags),
         )
         self.children: dict[str, Child] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.client import AsyncClient
+from headrace.client.pipelines import pipeline_cancel, pipeline_status
 from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError, NotFound, Refused
 from headrace.contracts.messages import JobCompleted
@@ -22,6 +24,7 @@ from headrace.mesh.connection import Mesh
 from headrace.mesh.microservice import call_api
 from headrace.mesh.publisher import publish
 from tests.chaos.processes import ProcessMesh
+from tests.completion import pipes
 from tests.completion.world import sql, until
 
 JOB = "j"
@@ -191,6 +194,48 @@ class ProcessDies(Scenario):
         assert await by_status(mesh) == {"ok": 59, "dead": 1}
 
 
+@dataclass
+class Pipeline(Scenario):
+    """Beside the job runs a pipeline with every kind of feeding, and some rows that cannot be made."""
+
+    prompts: list[str] = field(default_factory=lambda: ["beside it"])
+    rows: list[dict[str, Any]] = field(default_factory=lambda: pipes.documents(60, bad=6))
+
+    async def ask(self, mesh: Mesh) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pipes.write(Path(folder) / "rows.jsonl", self.rows)
+            await until(lambda: pipes.answered(pipes.run(mesh, pipes.DOCUMENTS, path)), 60)
+
+    async def check(self, mesh: Mesh) -> None:
+        await super().check(mesh)
+        await pipes.assert_documents(mesh, self.rows)
+
+
+@dataclass
+class PipelineCancel(Pipeline):
+    """The pipeline is cancelled once some of its first stage has landed; it would take minutes."""
+
+    worker: str = SLOW
+    rows: list[dict[str, Any]] = field(default_factory=lambda: pipes.documents(300))
+
+    async def ask(self, mesh: Mesh) -> None:
+        await super().ask(mesh)
+
+        async def some() -> bool:
+            return (await pipeline_status(mesh, "docs")).stages[0].ok >= 3
+
+        await until(lambda: _answered(some()), 40)
+        await until(lambda: _answered(pipeline_cancel(mesh, "docs", reason="enough", timeout_s=5)), 40)
+
+    async def check(self, mesh: Mesh) -> None:
+        await Scenario.check(self, mesh)
+        status = await pipes.ended(mesh, "docs", 60)
+        assert (status.state, status.reason) == ("cancelled", "enough")
+        assert status.stages[0].ok >= 3
+        assert [s.state for s in status.stages[1:]] == ["cancelled"] * 4, status
+        await pipes.assert_proved(mesh, "docs")
+
+
 async def _answered(asked: Any) -> Any:
     """The answer, or False while a part is away; an answer without content counts as one."""
     try:
@@ -239,7 +284,8 @@ async def assert_whole(mesh: Mesh, mesh_of: ProcessMesh, scenario: Scenario) -> 
 
     await until(lambda: _answered(empty()), 30)
     count = len(scenario.prompts)
-    once = 'SELECT count(*), count(DISTINCT "index"), min("index"), max("index") FROM outcomes WHERE generation = 1'
+    once = f"""SELECT count(*), count(DISTINCT "index"), min("index"), max("index") FROM outcomes
+        WHERE generation = 1 AND job = '{JOB}'"""
     rows = await until(lambda: _answered(sql(mesh, once)), 20)
     assert rows == [[count, count, 0, count - 1]], mesh_of.logs()
     audit = msgspec.json.decode(

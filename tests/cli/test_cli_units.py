@@ -29,7 +29,8 @@ from headrace.contracts.api import JobStatus
 from headrace.contracts.errors import Conflict, InvalidInput, NotFound, Refused, Unavailable
 from headrace.inference_worker.engines import vllm_weights
 from headrace.mesh.callee_settings import GatewaySettings
-from headrace.mesh.settings import CompletionSettings, Settings, WorkerSettings, read_mesh_file
+from headrace.mesh.forge_settings import ForgeSettings
+from headrace.mesh.settings import AgentSettings, CompletionSettings, Settings, WorkerSettings, read_mesh_file
 
 
 def status(**fields) -> JobStatus:
@@ -89,13 +90,15 @@ def test_what_the_end_of_a_job_means(fields, code):
         ("worker", WorkerSettings),
         ("completion", CompletionSettings),
         ("gateway", GatewaySettings),
+        ("agent", AgentSettings),
+        ("forge", ForgeSettings),
         (None, None),
     ],
 )
 def test_every_setting_is_a_flag(section, owner):
     names = {p.name for p in setting_flags.parameters(section)}
     shared = set(Settings.__struct_fields__) - {
-        "dir", "worker", "completion", "gateway", "policy", "callees",
+        "dir", "worker", "completion", "gateway", "agent", "forge", "policy", "callees", "functions",
     }  # fmt: skip
     assert names == shared | set(owner.__struct_fields__ if owner else ())
 

@@ -446,6 +446,7 @@ async def test_the_front_door_is_found_by_nats_micro(mesh: Mesh, settings: Setti
             f"hr.api.{n}"
             for n in (
                 "status", "audit", "jobs", "result", "result.part", "results", "query", "checks", "cancel", "retry",
-                "dead", "redrive",
+                "dead", "redrive", "rebuild", "losses", "pipeline.open", "pipeline.status", "pipeline.audit",
+                "pipeline.list", "pipeline.cancel",
             )
         }  # fmt: skip

@@ -275,7 +275,9 @@ async def serving(settings: Settings) -> AsyncIterator[CompletionService]:
 
 
 class Process:
-    """Completion in its own process, as the command runs it."""
+    """Completion in its own process, as the command runs it, or by another script of this folder."""
+
+    script = "run_completion.py"
 
     def __init__(self, settings: Settings, folder: Path, *, crash_at: str = "") -> None:
         self.settings = settings
@@ -292,7 +294,7 @@ class Process:
             env["HEADRACE_CRASH_AT"] = self.crash_at
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("run_completion.py"))],
+                [sys.executable, str(Path(__file__).with_name(self.script))],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
             )  # fmt: skip
         assert self.process.stdin is not None

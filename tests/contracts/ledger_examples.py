@@ -172,6 +172,32 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
             at_us=AT,
         ),
     ),
+    "call-1.traced": (
+        codec.CALL,
+        CallMessage(request="r", callee="llm", body=Raw(b"{}"), key="k", traceparent=REQUEST.traceparent),
+    ),
+    "evidence-1.approval": (
+        codec.EVIDENCE,
+        Evidence(
+            call=CALL,
+            tenant="acme",
+            kind="approval_asked",
+            by="planner",
+            why="it is new",
+            request=REQUEST,
+            body={"amount": 1, "note": "[redacted]"},
+            at_us=AT,
+        ),
+    ),
+    "evidence-1.omitted": (
+        codec.EVIDENCE,
+        Evidence(
+            call=CALL,
+            tenant="acme",
+            kind="resolver",
+            outcome=CallOutcome(status=200, digest="0" * 64, redacted=True, omitted="object_store_away"),
+        ),
+    ),
     "evidence-1.full": (
         codec.EVIDENCE,
         Evidence(

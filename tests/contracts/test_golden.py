@@ -41,7 +41,13 @@ from headrace.contracts.messages import (
 )
 from headrace.contracts.names import Lane
 from headrace.contracts.suspects import Cleared, Suspect
-from tests.contracts import ledger_examples
+from tests.contracts import (
+    capture_examples,
+    directory_examples,
+    ledger_examples,
+    mail_examples,
+    pipeline_examples,
+)
 
 GOLDEN = Path(__file__).with_name("golden")
 AT = 1_764_547_200_000_000
@@ -280,6 +286,18 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
         ),
     ),
     "function-1.small": (codec.FUNCTION, FunctionSpec(name="rows")),
+    "function-1.rows": (
+        codec.FUNCTION,
+        FunctionSpec(
+            name="probe",
+            engine="python",
+            model="pkg.mod:probe@2",
+            default_max_tokens=1,
+            min_shape=1,
+            max_shape=0,
+            version="2",
+        ),
+    ),
     "worker-report-1.full": (
         codec.WORKER_REPORT,
         WorkerReport(
@@ -318,6 +336,10 @@ EXAMPLES: dict[str, tuple[codec.Schema[Any], Any]] = {
     "suspect-1.cleared": (codec.SUSPECT, Cleared(incident="i-1", culprit=7, worker="w-1", at_us=AT)),
 }
 EXAMPLES |= ledger_examples.EXAMPLES
+EXAMPLES |= capture_examples.EXAMPLES
+EXAMPLES |= directory_examples.EXAMPLES
+EXAMPLES |= mail_examples.EXAMPLES
+EXAMPLES |= pipeline_examples.EXAMPLES
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

@@ -58,7 +58,7 @@ def test_a_queue_refuses_when_it_is_full_and_never_drops(stream):
     if stream.retention == "workqueue":
         assert stream.max_age == 0
         assert stream.max_msgs == -1
-        assert stream.max_msgs_per_subject == -1
+        assert stream.max_msgs_per_subject == -1 or stream.discard_new_per_subject
         assert stream.allow_atomic
 
 

@@ -2,8 +2,9 @@
 
 `python callee.py LOG READY`: the port is written to READY. What a request's body says as `behave` decides what becomes
 of it; its log is the truth that the ledger is compared with. One line of JSON a request, on disk before anything is
-answered: {"at", "call": the idempotency key or the body's id, "applied": whether it acted, "behave", "digest"}. It acts
-once for each key.
+answered: {"at", "call": the idempotency key or the body's id, "applied": whether it acted, "behave", "id": the body's,
+"digest" of the request, "answer": digest of what it would say, "usage": the tokens it states, "trace": the traceparent
+it got}. It acts once for each key.
 """
 
 from __future__ import annotations
@@ -54,12 +55,17 @@ class Callee:
         if behave == "closes before reading":
             return False
         applied = behave not in ("429", "500", "400", "503")
-        if applied and key and key in self.applied:
-            await self.answer(writer, 200, self.applied[key])
-            self.note(call=call, behave=behave, applied=False, repeat=True)
-            return True
-        self.note(call=call, behave=behave, applied=applied, digest=hashlib.sha256(data).hexdigest())
         reply = completion(body)
+        common = {
+            "call": call, "behave": behave, "id": body.get("id", ""), "trace": headers.get("traceparent", ""),
+            "usage": [reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]],
+            "digest": sha256(data), "answer": sha256(json.dumps(reply).encode()),
+        }  # fmt: skip
+        if applied and key and key in self.applied:
+            self.note(**common, applied=False, repeat=True)
+            await self.answer(writer, 200, self.applied[key])
+            return True
+        self.note(**common, applied=applied)
         if applied and key:
             self.applied[key] = reply
         match behave:
@@ -71,7 +77,7 @@ class Callee:
                 await asyncio.sleep(float(body.get("delay", 1.0)))
                 await self.answer(writer, 200, reply)
             case "cuts":
-                await self.stream(writer, reply, cut=True)
+                await self.stream(writer, reply, cut=True, pause_s=float(body.get("pause", 0)))
                 return False
             case "half":
                 text = json.dumps(reply).encode()
@@ -83,7 +89,7 @@ class Callee:
                 await writer.drain()
                 return False
             case "stream":
-                await self.stream(writer, reply, cut=False)
+                await self.stream(writer, reply, cut=False, pause_s=float(body.get("pause", 0)))
                 return False
             case "silent":
                 del reply["usage"]
@@ -113,12 +119,15 @@ class Callee:
         )
         await writer.drain()
 
-    async def stream(self, writer: asyncio.StreamWriter, reply: dict[str, Any], *, cut: bool) -> None:
+    async def stream(
+        self, writer: asyncio.StreamWriter, reply: dict[str, Any], *, cut: bool, pause_s: float = 0.0
+    ) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
         for word in reply["choices"][0]["message"]["content"].split():
             chunk = {"id": reply["id"], "choices": [{"index": 0, "delta": {"content": word + " "}}]}
             writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await writer.drain()
+            await asyncio.sleep(pause_s)
         if not cut:
             last = {"id": reply["id"], "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
             writer.write(b"data: " + json.dumps(last).encode() + b"\n\n")
@@ -137,8 +146,12 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15,
             "prompt_tokens_details": {"cached_tokens": 2},
-        },
+        } | body.get("usage", {}),
     }  # fmt: skip
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 async def main(log: Path, ready: Path) -> None:

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.contracts.account import AttemptView, CallView, Fold, advance, settle, view_of
 from headrace.contracts.errors import Refused, Unavailable
@@ -156,6 +157,58 @@ async def test_an_overtaken_call_spares_its_neighbours_in_the_batch(stream_ledge
     found = await stream_ledger.head("t", "b")
     assert found is not None
     assert found.head.periods[""].held == 4
+
+
+async def test_an_end_that_came_too_late_takes_nothing_from_its_neighbour(
+    stream_ledger: StreamLedger,
+) -> None:
+    """Both would release what one budget holds; only one of them still may, and that one is written."""
+    await stream_ledger.append([Entry(head(limit=100), 0)])
+    book, other = Book(stream_ledger), Book(stream_ledger)
+    late, own = intent("late", one()), intent("own", one())
+    late_seq, own_seq = await book.write(late, None, 0), await book.write(own, None, 0)
+    await other.write(replace(completed(late, calls=1), owner="other"), view_of([late]), late_seq)
+    answers = await asyncio.gather(
+        book.write(completed(late), view_of([late]), late_seq),
+        book.write(completed(own), view_of([own]), own_seq),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[0], Overtaken)
+    assert isinstance(answers[1], int)
+    found = await stream_ledger.head("t", "b")
+    assert found is not None
+    assert (found.head.periods[""].held, found.head.periods[""].posted) == (0, 1)
+
+
+async def test_an_intent_that_came_too_late_takes_no_room(stream_ledger: StreamLedger) -> None:
+    """The last place is its neighbour's."""
+    await stream_ledger.append([Entry(head(limit=2), 0)])
+    await Book(stream_ledger).write(intent("taken", one(), owner="other"), None, 0)
+    book = Book(stream_ledger)
+    answers = await asyncio.gather(
+        *(book.write(intent(call, one()), None, 0) for call in ("taken", "b", "c")), return_exceptions=True
+    )
+    assert isinstance(answers[0], Overtaken)
+    assert isinstance(answers[1], int)
+    assert isinstance(answers[2], OverBudget)
+
+
+async def test_two_ends_of_one_call_at_once_are_one(stream_ledger: StreamLedger) -> None:
+    """A resolver and an operator in one gateway: the first is written, the second hears that it was not."""
+    await stream_ledger.append([Entry(head(limit=5), 0)])
+    book, i = Book(stream_ledger), intent("c", one())
+    seq = await book.write(i, None, 0)
+    failed = Failed(
+        call="c", tenant="t", attempt=1, owner="g1", epoch=1, at_us=2,
+        error=CallError(type="refused"), postings=settle(AttemptView(i)),
+    )  # fmt: skip
+    answers = await asyncio.gather(
+        book.write(completed(i, calls=1), view_of([i]), seq),
+        book.write(failed, view_of([i]), seq),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[0], int)
+    assert isinstance(answers[1], Overtaken)
 
 
 async def test_a_budget_that_does_not_exist_refuses_its_calls_only(stream_ledger: StreamLedger) -> None:

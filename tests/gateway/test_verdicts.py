@@ -17,6 +17,7 @@ TABLE: dict[Seen, tuple[Verdict, Verdict, Verdict, Verdict]] = {
     Seen.SERVER_ERROR: (V.AGAIN, V.AGAIN, V.UNVERIFIED, V.IN_DOUBT),
     Seen.BROKEN: (V.AGAIN, V.AGAIN, V.IN_DOUBT, V.IN_DOUBT),
     Seen.CUT: (V.AGAIN, V.AGAIN, V.PARTIAL, V.IN_DOUBT),
+    Seen.OVERLONG: (V.FAILED, V.PARTIAL, V.PARTIAL, V.IN_DOUBT),
     Seen.DIED: (V.AGAIN, V.AGAIN, V.IN_DOUBT, V.IN_DOUBT),
 }
 

@@ -33,6 +33,7 @@ from headrace.mesh.settings import Settings
 pytestmark = pytest.mark.anyio
 
 TASKS, RESULTS, JOBS, DEAD, FUNCTIONS = "HR_TASKS", "HR_RESULTS", "HR_JOBS", "HR_DEAD", "KV_HR_functions"
+MAIL = "HR_MAIL"
 HOUR = 3_600_000_000_000
 
 
@@ -70,6 +71,10 @@ STREAMS: dict[str, tuple[str, dict[str, Any], str, bool, tuple[str, ...], str]] 
     "per-subject-new": (
         TASKS, {"max_msgs_per_subject": 5, "discard_new_per_subject": True}, "fail", False,
         ("discard_new_per_subject is True", "refused"), "discard_new_per_subject: false",
+    ),
+    "mailbox-drops": (
+        MAIL, {"discard_new_per_subject": False}, "fail", True,
+        ("discard_new_per_subject is None", "tells nobody"), "discard_new_per_subject: true",
     ),
     "max-msgs": (TASKS, {"max_msgs": 5}, "fail", False, ("max_msgs is 5", "full"), "--max-msgs -1"),
     "max-msgs-old": (RESULTS, {"max_msgs": 5, "discard": "old"}, "fail", True, ("discard is old",), "discard: new"),
@@ -258,7 +263,7 @@ def test_every_rule_of_consumers_has_a_case() -> None:
 
 async def test_sound_consumers_and_a_missing_one(mesh: Mesh) -> None:
     await register_function(mesh, FunctionSpec(name="generate", engine="echo", min_shape=6, max_shape=6))
-    assert (await check_consumers(Reading(mesh)))[0].found == "9 present"
+    assert (await check_consumers(Reading(mesh)))[0].found == "13 present"
     await jsapi.call(mesh, f"CONSUMER.DELETE.{TASKS}.generate-bulk-t6")
     (found,) = await check_consumers(Reading(mesh))
     assert (found.state, found.found) == ("fail", "missing: HR_TASKS/generate-bulk-t6")
@@ -322,9 +327,14 @@ async def test_a_copy_of_a_queue_is_a_warning(mesh: Mesh, kind: dict[str, Any]) 
 
 LIMITS: dict[str, tuple[str, str, str, str]] = {
     # name: (limits of the account, state, words in found, words in mend)
-    "streams": ("max_streams: 3", "fail", "max_streams: 3, and 8 are needed", "max_streams: 8"),
+    "streams": ("max_streams: 3", "fail", "max_streams: 3, and 19 are needed", "max_streams: 19"),
     "consumers": ("max_consumers: 5", "fail", "max_consumers: 5 in a stream", "max_consumers: 6"),
-    "leases": ("max_ack_pending: 100", "fail", "max_ack_pending: 100: consumers that lease 50,000", "50000"),
+    "leases": (
+        "max_ack_pending: 100",
+        "fail",
+        "max_ack_pending: 100: consumers that lease 100,000",
+        "100000",
+    ),
     "bounded": ("max_bytes_required: true", "fail", "max_bytes_required: true", "max_bytes_required: false"),
     "bytes": ("store_max_stream_bytes: 1000000000", "warn", "store_max_stream_bytes", "max_bytes"),
 }

@@ -28,6 +28,12 @@ class Receiver:
         found = [json.loads(line) for line in lines]
         return sorted((s for s in found if s["name"].startswith(name)), key=lambda s: s["start_ns"])
 
+    def points(self, name: str = "") -> list[dict]:
+        """Points of metrics whose name begins with `name`, in the order in which they came."""
+        file = self._file.with_suffix(".metrics")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [p for p in map(json.loads, lines) if p["name"].startswith(name)]
+
     def wait(self, name: str, count: int, timeout_s: float = 20.0) -> list[dict]:
         """The spans of that name once there are `count`."""
         end = time.monotonic() + timeout_s

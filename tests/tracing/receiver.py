@@ -1,6 +1,7 @@
 """An OTLP/HTTP receiver in its own process: each span it gets becomes one line of JSON in a file.
 
-`python receiver.py FILE` prints the port that it listens on, then serves until it is killed.
+Points of metrics go to the file beside it that ends in `.metrics`. `python receiver.py FILE` prints the port that it
+listens on, then serves until it is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -51,15 +53,37 @@ def spans_of(body: bytes) -> list[dict]:
     ]
 
 
+def points_of(body: bytes) -> list[dict]:
+    request = ExportMetricsServiceRequest.FromString(body)
+    found = []
+    for metric in (m for r in request.resource_metrics for s in r.scope_metrics for m in s.metrics):
+        data = getattr(metric, metric.WhichOneof("data"))
+        for point in data.data_points:
+            histogram = hasattr(point, "bucket_counts")
+            value = point.sum if histogram else point.as_double or point.as_int
+            found.append(
+                {
+                    "name": metric.name,
+                    "unit": metric.unit,
+                    "value": value,
+                    "count": point.count if histogram else 1,
+                    "attributes": _attributes(point.attributes),
+                }
+            )
+    return found
+
+
 class Handler(BaseHTTPRequestHandler):
     out: Path
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        ok = self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
+        take = {"/v1/traces": spans_of, "/v1/metrics": points_of}.get(self.path)
+        ok = take is not None and self.headers["Content-Type"] == "application/x-protobuf"
         if ok:
-            with self.out.open("a") as file:
-                file.writelines(json.dumps(span) + "\n" for span in spans_of(body))
+            out = self.out if take is spans_of else self.out.with_suffix(".metrics")
+            with out.open("a") as file:
+                file.writelines(json.dumps(one) + "\n" for one in take(body))
         answer = ExportTraceServiceResponse().SerializeToString()
         self.send_response(200 if ok else 404)
         self.send_header("Content-Type", "application/x-protobuf")

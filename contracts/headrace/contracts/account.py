@@ -299,7 +299,9 @@ class Fold:
             if head is None:
                 found.append(f"budget {name} is charged and has no head")
                 continue
-            for period in sorted({*head.periods, *(p for p, a in mine.items() if a.held)}):
+            # A head may forget old periods, but none in which something is held, and never the latest.
+            known = {*head.periods, *(p for p, a in mine.items() if a.held), *sorted(mine)[-1:]}
+            for period in sorted(known):
                 theirs = head.periods.get(period, PeriodAccount())
                 ours = mine.get(period, PeriodAccount())
                 if theirs != ours:

@@ -209,6 +209,26 @@ class ChecksReply(Struct, frozen=True, kw_only=True):
     accepted: list[int] = []
 
 
+class LossesRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `losses`: of one stream, or of all."""
+
+    stream: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+class LostData(Struct, frozen=True, kw_only=True):
+    """Something that the broker lost of a stream, until an operator accepts it by its number."""
+
+    id: int
+    stream: str
+    found: str
+
+
+class LossesReply(Struct, frozen=True, kw_only=True):
+    """What completion saw of streams and is not there any more."""
+
+    losses: list[LostData]
+
+
 class QueryRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Request of `query`: one read-only statement; rows and time are bounded by the service."""
 

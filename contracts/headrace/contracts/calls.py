@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from headrace.contracts.ledger import CallId, CallUsage, Period, Unit
+from headrace.contracts.ledger import CallId, Period, Unit
 from headrace.contracts.names import Micros, Token
 
 Key = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -33,12 +33,16 @@ class CallMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     call: CallId | None = None
     """Id of the call where there is no key: made by whoever accepted it."""
     reply_to: Annotated[str, Meta(max_length=256)] | None = None
+    to_mailbox: bool = False
+    """The answer is stored on the reply lane of `agent` too, before the call is acked."""
     message_id: Annotated[str, Meta(max_length=256)] | None = None
     step: Annotated[str, Meta(max_length=256)] | None = None
     parent: CallId | None = None
     conversation: Annotated[str, Meta(max_length=256)] | None = None
     task: Annotated[str, Meta(max_length=256)] | None = None
     asked_us: Micros = 0
+    traceparent: Annotated[str, Meta(max_length=64)] | None = None
+    """The asker's trace, where the message has no such header."""
     until_us: Micros | None = None
     """Until when the asker waits for a call that another one is running already."""
     deadline_us: Micros | None = None
@@ -58,6 +62,16 @@ class CallAsk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deadline_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
 
 
+class AnswerUsage(Struct, frozen=True, kw_only=True):
+    """`CallUsage` as it is answered: with every field, whatever its value."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    source: str = "provider"
+
+
 class CallAnswer(Struct, frozen=True, kw_only=True):
     """Where a call stands. Amounts are micro-units of money; `error` has `type` and `message`."""
 
@@ -66,7 +80,7 @@ class CallAnswer(Struct, frozen=True, kw_only=True):
     attempt: int = 0
     replayed: bool = False
     outcome: dict[str, Any] | None = None
-    usage: CallUsage | None = None
+    usage: AnswerUsage | None = None
     posted_micro: int = 0
     held_micro: int = 0
     error: dict[str, Any] | None = None
@@ -117,6 +131,34 @@ class CallApproval(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     by: Annotated[str, Meta(min_length=1, max_length=256)] = "operator"
 
 
+class CallsWaiting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request of `calls.waiting`: the calls that wait for approval."""
+
+    tenant: Token | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
+
+
+class CallWaiting(Struct, frozen=True, kw_only=True):
+    """A call that waits for approval; `calls.show` has its body."""
+
+    call: str
+    tenant: str
+    agent: str
+    callee: str
+    effect: str
+    asked_us: int
+    model: str | None = None
+    why: str = ""
+    deadline_us: int | None = None
+    state: str = "awaiting_approval"
+
+
+class CallsWaitingReply(Struct, frozen=True, kw_only=True):
+    """Reply of `calls.waiting`, the oldest first."""
+
+    calls: list[CallWaiting]
+
+
 class BudgetOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Request of `budget.set`."""
 
@@ -129,7 +171,7 @@ class BudgetOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class BudgetQuery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Request of `budget.show`: the budgets of a tenant, in their current periods."""
+    """Request of `budget.show`: the budgets of a tenant, or of all, in their current periods."""
 
     tenant: Token | None = None
     budget: Token | None = None

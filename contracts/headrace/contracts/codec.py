@@ -13,13 +13,15 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from headrace.contracts import calls, ledger, suspects
+from headrace.contracts import agents, calls, capture, ledger, mail, pipeline, suspects
 from headrace.contracts import messages as m
 from headrace.contracts.errors import Undecodable
 
 SCHEMA_HEADER: Final = "Headrace-Schema"
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
+REDRIVEN: Final = "Headrace-Redriven"
+"""Of a mail that an operator sent once more from the dead letters: later mails of its sender went by meanwhile."""
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -71,6 +73,14 @@ BUDGET_HEAD: Final = Schema[ledger.BudgetHead]("budget-head/1", ledger.BudgetHea
 ROSTER: Final = Schema[ledger.Roster]("roster/1", ledger.Roster)
 EVIDENCE: Final = Schema[ledger.Evidence]("evidence/1", ledger.Evidence)
 CALL: Final = Schema[calls.CallMessage]("call/1", calls.CallMessage)
+PIPELINE: Final = Schema[pipeline.PipelineRecord]("pipeline/1", pipeline.PipelineRecord)
+MAIL: Final = Schema[mail.Mail]("mail/1", mail.Mail)
+AGENT_STATE: Final = Schema[mail.AgentState]("agent-state/1", mail.AgentState)
+MAIL_REPLY: Final = Schema[mail.MailReply]("mail-reply/1", mail.MailReply)
+AGENT_CARD: Final = Schema[agents.AgentCard]("agent-card/1", agents.AgentCard)
+AGENT_PRESENCE: Final = Schema[agents.AgentPresence]("agent-presence/1", agents.AgentPresence)
+ACCEPTED: Final = Schema[agents.Accepted]("accepted/1", agents.Accepted)
+CAPTURE: Final = Schema[capture.CaptureMessage]("capture/1", capture.CaptureMessage)
 
 PROMPT: Final = Schema[m.Prompt]("prompt/1", m.Prompt)
 """A prompt by itself, as an object holds it: no message, so it is not among `SCHEMAS`."""
@@ -89,6 +99,14 @@ SCHEMAS: Final[tuple[Schema[Any], ...]] = (
     BUDGET_HEAD,
     ROSTER,
     EVIDENCE,
+    PIPELINE,
+    MAIL,
+    AGENT_STATE,
+    MAIL_REPLY,
+    AGENT_CARD,
+    AGENT_PRESENCE,
+    ACCEPTED,
+    CAPTURE,
 )
 
 

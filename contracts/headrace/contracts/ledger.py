@@ -88,7 +88,7 @@ class CallUsage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CallOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the callee answered: inline up to a bound, else as an object. `digest` is of the body's bytes."""
+    """What the callee answered: inline up to a bound, else as an object. `digest` is of the bytes that came."""
 
     status: Annotated[int, Meta(ge=0, le=999)] = 0
     body: Any = None
@@ -96,6 +96,10 @@ class CallOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: Digest | None = None
     finish_reason: Annotated[str, Meta(max_length=64)] | None = None
     partial: bool = False
+    redacted: bool = False
+    """Something in the body was replaced when it was captured; `digest` is of what the callee sent."""
+    omitted: Annotated[str, Meta(max_length=64)] | None = None
+    """Why there is neither a body nor an object of it, though the callee sent one."""
     chunks: Count = 0
     provider_request_id: Annotated[str, Meta(max_length=256)] | None = None
     response_id: Annotated[str, Meta(max_length=256)] | None = None
@@ -276,4 +280,6 @@ class Evidence(Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: CallError | None = None
     usage: CallUsage | None = None
     request: CallRequest | None = None
+    body: Any = None
+    """What waits for approval, as a person sees it: redacted, and only up to a bound (else `request.body`)."""
     at_us: Micros = 0

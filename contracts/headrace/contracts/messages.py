@@ -230,6 +230,9 @@ class JobOpened(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open
     """When the job is ended, whatever is left of it."""
     max_failed: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Share of the landed items that may be failed or dead before the job is ended early."""
+    pipeline: Token | None = None
+    """The pipeline whose `stage` the job is."""
+    stage: Token | None = None
 
 
 class JobSealed(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sealed"):
@@ -327,6 +330,8 @@ class FunctionSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lanes: list[Lane] = field(default_factory=lambda: list(Lane))
     min_shape: Annotated[int, Meta(ge=0, le=24)] = 6
     max_shape: Annotated[int, Meta(ge=0, le=24)] = 13
+    version: Annotated[str, Meta(max_length=64)] = ""
+    """Of a function over rows, as its author counts them; the model of each row that it made has it too."""
 
     def shapes(self) -> list[int]:
         """Every shape that has a consumer: 0 and min_shape..max_shape."""

@@ -136,16 +136,23 @@ class Subjects:
         return f"{self.prefix}.evidence.{check_token('tenant', tenant)}.{check_token('call', call)}"
 
     # --- agents -------------------------------------------------------------------------------------
-    def mail(self, agent: str, lane: str) -> str:
-        """Subject of one lane of an agent's mailbox: `hr.mail.<agent>.<lane>`; lane is `work`, `control` or `reply`."""
+    def mail(self, agent: str, lane: str, sender: str) -> str:
+        """Subject of mails of one sender in one lane of an agent's mailbox: `hr.mail.<agent>.<lane>.<sender>`.
+
+        Lane is `work`, `control` or `reply`. The sender is a token, so that permissions can say who sends as whom.
+        """
+        return f"{self.mail_lane(agent, lane)[:-1]}{check_token('sender', sender)}"
+
+    def mail_lane(self, agent: str, lane: str) -> str:
+        """Filter of the one consumer of a lane of an agent's mailbox: `hr.mail.<agent>.<lane>.*`."""
         if lane not in MAIL_LANES:
             msg = f"mail lane {lane[:80]!r} is unknown: use one of {', '.join(MAIL_LANES)}"
             raise InvalidInput(msg, field="lane", code="invalid_name")
-        return f"{self.prefix}.mail.{check_token('agent', agent)}.{lane}"
+        return f"{self.prefix}.mail.{check_token('agent', agent)}.{lane}.*"
 
     def mail_of(self, agent: str) -> str:
         """Filter matching all lanes of an agent's mailbox."""
-        return f"{self.prefix}.mail.{check_token('agent', agent)}.*"
+        return f"{self.prefix}.mail.{check_token('agent', agent)}.>"
 
     def agent_state(self, agent: str) -> str:
         """Subject of an agent's committed states: `hr.agents.state.<agent>`."""

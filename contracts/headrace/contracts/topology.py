@@ -255,7 +255,8 @@ class Topology:
         """The streams of agents: mailboxes, committed states, what agents did; their cards and who is there."""
         p = self.subjects.prefix
         return [
-            # A full mailbox refuses, and the others go on: each lane of an agent is one subject.
+            # A full mailbox refuses, and the others go on: one subject for each (agent, lane, sender), so that no sender
+            # takes another's room.
             StreamSpec(
                 name=self.mail,
                 subjects=[f"{p}.mail.>"],
@@ -271,7 +272,7 @@ class Topology:
                 name=self.agents,
                 subjects=[f"{p}.agents.>"],
                 retention="limits",
-                discard="old",
+                allow_atomic=True,
                 allow_direct=True,
                 max_msgs_per_subject=STATES_KEPT,
                 description="committed states of agents with what each sends out next",
@@ -293,7 +294,7 @@ class Topology:
         return ConsumerSpec(
             stream=self.mail,
             durable=f"{agent}-{lane}",
-            filter_subject=self.subjects.mail(agent, lane),
+            filter_subject=self.subjects.mail_lane(agent, lane),
             ack_wait_s=self.ack_wait_s,
             max_ack_pending=1 if lane == "work" else 1_000,
         )

@@ -14,18 +14,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BY_GATEWAY: Final = ("submit", "call", "calls.", "budget.", "ledger.")
+_BY_GATEWAY: Final = ("submit", "call", "calls.", "budget.", "ledger.", "agents.")
 """Endpoints of the gateway, and beginnings of such; completion answers the others."""
 
 
 async def ask(
-    mesh: Mesh, name: str, request: Struct | dict[str, Any], reply: type[T], *, timeout_s: float = 10.0
+    mesh: Mesh,
+    name: str,
+    request: Struct | dict[str, Any] | bytes,
+    reply: type[T],
+    *,
+    timeout_s: float = 10.0,
+    headers: dict[str, str] | None = None,
 ) -> T:
     """The decoded reply; the service's own error, or `Unavailable` saying which service did not answer."""
     from headrace.mesh.microservice import call_api
 
     try:
-        data = await call_api(mesh, name, request, timeout_s=timeout_s)
+        data = await call_api(mesh, name, request, timeout_s=timeout_s, headers=headers)
     except Unavailable as e:
         service = "gateway" if name.startswith(_BY_GATEWAY) else "completion"
         if e.code == "no_responders":

@@ -89,7 +89,9 @@ def set_(
 def show(
     name: Annotated[str | None, typer.Argument(help="One budget [default: all].", show_default=False)] = None,
     *,
-    tenant: Tenant = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Of one tenant [default: of all].", show_default=False)
+    ] = None,
     folder: Dir = None,
     url: Url = None,
     json: Json = False,

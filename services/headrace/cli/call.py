@@ -17,6 +17,7 @@ from headrace.cli.output import print_json, print_table
 from headrace.cli.target import run_on_mesh
 from headrace.contracts.calls import CallAnswer, CallAsk
 from headrace.contracts.errors import InvalidInput
+from headrace.contracts.messages import Blob
 from headrace.contracts.names import check_token
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def call(
     )
 
     async def work(mesh: Mesh) -> CallAnswer:
-        return await ask(mesh, "call", request, CallAnswer, timeout_s=wait + MARGIN_S)
+        answer = await ask(mesh, "call", request, CallAnswer, timeout_s=wait + MARGIN_S)
+        return await _with_body(mesh, answer)
 
     answer = run_on_mesh(folder, url, work)
     show_answer(answer, json=json)
@@ -98,6 +100,18 @@ def show_answer(answer: CallAnswer, *, json: bool) -> None:
         (n, v) for n in CallAnswer.__struct_fields__ if (v := getattr(answer, n)) not in (None, "", False)
     ]
     print_table(("call", answer.call_id), [(n, msgspec.to_builtins(v)) for n, v in rows if n != "call_id"])
+
+
+async def _with_body(mesh: Mesh, answer: CallAnswer) -> CallAnswer:
+    """`answer` with the body of its outcome, which the gateway leaves out if no message could carry it."""
+    outcome = answer.outcome
+    if not outcome or outcome.get("blob") is None or outcome.get("body") is not None:
+        return answer
+    from headrace.mesh.blobs import BlobStore
+
+    blob = msgspec.convert(outcome["blob"], Blob)
+    body = msgspec.json.decode(await BlobStore(mesh).get(blob))
+    return msgspec.structs.replace(answer, outcome=outcome | {"body": body})
 
 
 def _key(key: str | None) -> str | None:

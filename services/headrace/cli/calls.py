@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import getpass
+import re
+from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from headrace.cli.api import ask
 from headrace.cli.call import show_answer
 from headrace.cli.options import Dir, Json, Url
-from headrace.cli.output import print_json, print_table
+from headrace.cli.output import print_json, print_table, say
 from headrace.cli.target import run_on_mesh
 from headrace.contracts.api import QueryReply, QueryRequest
-from headrace.contracts.calls import CallAnswer, CallApproval, CallDecision, CallHistory, CallRef
+from headrace.contracts.calls import (
+    CallAnswer,
+    CallApproval,
+    CallDecision,
+    CallHistory,
+    CallRef,
+    CallsWaiting,
+    CallsWaitingReply,
+    CallWaiting,
+)
 from headrace.contracts.errors import InvalidInput
 from headrace.contracts.names import check_token
 
@@ -22,10 +35,20 @@ if TYPE_CHECKING:
     from headrace.mesh.connection import Mesh
 
 STATES = ("open", "retrying", "completed", "failed", "in_doubt")
+IN_PROGRESS = "in_progress"
+"""As a call is answered: open or retrying."""
+WAITING = "awaiting_approval"
+"""Such calls have no record yet: the gateway knows them, and not the data plane."""
 COLUMNS = (
-    "call", "tenant", "state", "callee", "effect", "agent", "model", "attempts", "posted_micro", "held_micro",
-    "error_type", "resolved_by", "asked_at", "last_at",
+    "call AS call_id", "tenant", "state", "callee", "effect", "agent", "model", "attempts", "posted_micro",
+    "held_micro", "error_type", "resolved_by", "asked_at", "last_at",
 )  # fmt: skip
+SHOWN = (
+    "call_id", "state", "callee", "tenant", "agent", "attempts", "posted_micro", "held_micro", "error_type", "asked_at",
+)  # fmt: skip
+"""What people see of it."""
+
+_TIME = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}")
 
 app = typer.Typer(
     help="Governed calls: what was called, what is in doubt, and deciding about it.",
@@ -55,7 +78,10 @@ class Verdict(StrEnum):
 def list_(
     *,
     state: Annotated[
-        str | None, typer.Option("--state", help=f"One of {', '.join(STATES)}.", show_default=False)
+        str | None,
+        typer.Option(
+            "--state", help=f"One of {', '.join((*STATES, IN_PROGRESS, WAITING))}.", show_default=False
+        ),
     ] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Of one tenant.", show_default=False)] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="How many at most.")] = 100,
@@ -63,10 +89,19 @@ def list_(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List calls, newest first, as the data plane has them: a moment behind the ledger."""
-    if state is not None and state not in STATES:
-        raise InvalidInput(f"--state {state!r} is unknown: use one of {', '.join(STATES)}", field="state")
-    conditions = [f"state = '{state}'"] if state else []
+    """List calls, newest first, as the data plane has them: a moment behind the ledger.
+
+    With `--state awaiting_approval` those that wait for approval, oldest first.
+    """
+    if state == WAITING:
+        _list_waiting(tenant, limit, folder, url, json=json)
+        return
+    if state not in (None, *STATES, IN_PROGRESS):
+        names = ", ".join((*STATES, IN_PROGRESS, WAITING))
+        raise InvalidInput(f"--state {state!r} is unknown: use one of {names}", field="state")
+    conditions = (
+        ["state IN ('open', 'retrying')" if state == IN_PROGRESS else f"state = '{state}'"] if state else []
+    )
     if tenant is not None:
         conditions.append(f"tenant = '{check_token('tenant', tenant)}'")
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
@@ -80,7 +115,26 @@ def list_(
     if json:
         print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows])
     else:
-        print_table(found.columns, found.rows)
+        at = [found.columns.index(name) for name in SHOWN]
+        print_table(SHOWN, [[_short(row[i]) for i in at] for row in found.rows])
+    if found.truncated or len(found.rows) == limit:
+        say(f"the newest {len(found.rows):,}; there may be more (--limit, --state, --tenant)")
+
+
+def _list_waiting(
+    tenant: str | None, limit: int, folder: Path | None, url: str | None, *, json: bool
+) -> None:
+    request = CallsWaiting(tenant=_tenant(tenant), limit=limit)
+
+    async def work(mesh: Mesh) -> CallsWaitingReply:
+        return await ask(mesh, "calls.waiting", request, CallsWaitingReply, timeout_s=20.0)
+
+    found = run_on_mesh(folder, url, work).calls
+    if json:
+        print_json([{"call_id": line.call, **asdict(line)} for line in found])
+    else:
+        columns = CallWaiting.__struct_fields__
+        print_table(columns, [[getattr(line, name) for name in columns] for line in found])
 
 
 @app.command(short_help="A call's records and evidence, in order")
@@ -104,7 +158,8 @@ def show(
     rows = [_line(r, str(r.get("type", ""))) for r in found.records] + [
         _line(e, f"evidence: {e.get('kind', '')}") for e in found.evidence
     ]
-    print_table(("at (µs)", "what", "attempt", "by", "said"), sorted(rows, key=lambda row: row[0]))
+    lines = [(_time(at), *rest) for at, *rest in sorted(rows, key=lambda row: row[0])]
+    print_table(("at (UTC)", "what", "attempt", "by", "said"), lines)
 
 
 @app.command(short_help="Decide a call in doubt")
@@ -186,6 +241,15 @@ def _line(entry: dict[str, Any], what: str) -> tuple[int, str, int, str, str]:
     said = str(error.get("message") or entry.get("why") or "")
     by = str(entry.get("owner") or entry.get("by") or "")
     return int(entry.get("at_us", 0)), what, int(entry.get("attempt", 0)), by, said[:200]
+
+
+def _short(value: Any) -> Any:
+    """A time of the data plane to the second."""
+    return value[:19].replace("T", " ") if isinstance(value, str) and _TIME.match(value) else value
+
+
+def _time(at_us: int) -> str:
+    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] if at_us else ""
 
 
 def _id(call: str) -> str:

@@ -1,7 +1,8 @@
-"""`headrace ledger verify` and `headrace rebuild`: the ledger proved from itself, the projection from the ledger."""
+"""`headrace ledger verify|accept`, `headrace rebuild`: the ledger proved, the projection made again from it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,26 +13,19 @@ from headrace.cli.exit_codes import Exit
 from headrace.cli.options import Dir, Json, Url
 from headrace.cli.output import print_json, print_table, say
 from headrace.cli.target import run_on_mesh
+from headrace.contracts.errors import InvalidInput
+from headrace.mesh.settings import read_mesh_file
 
 if TYPE_CHECKING:
+    from headrace.gateway.verify import Verification
     from headrace.mesh.connection import Mesh
 
-app = typer.Typer(help="The ledger of governed calls.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="The ledger of governed calls: proved from itself, and from what was seen of it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 LONG_S = 600.0
-
-
-class Verified(Struct, kw_only=True):
-    """What the gateway read."""
-
-    records: int
-    calls: int
-    open: int
-    in_doubt: int
-    heads_match: bool
-    last_seq: int
-    digest: str
-    differences: list[str] = []
-    went_back: str | None = None
 
 
 class Rebuilt(Struct, kw_only=True):
@@ -39,7 +33,8 @@ class Rebuilt(Struct, kw_only=True):
 
     records: int
     identical: bool
-    tables: dict[str, bool]
+    tables: dict[str, int]
+    unreadable: int = 0
 
 
 @app.callback()
@@ -47,24 +42,76 @@ def root() -> None:
     """Commands of the ledger."""
 
 
-@app.command(short_help="Prove the budgets' heads from the records")
+@app.command(short_help="Prove the budgets from the records, and that nothing is gone")
 def verify(*, folder: Dir = None, url: Url = None, json: Json = False) -> None:
-    """Read the whole ledger, fold it, and compare: exit code 1 if heads do not match, or the ledger went back."""
+    """Read the whole ledger, fold it, and compare: budgets with their records, its end with what was seen of it.
 
-    async def work(mesh: Mesh) -> Verified:
-        return await ask(mesh, "ledger.verify", {}, Verified, timeout_s=LONG_S)
+    It needs the broker only, and no gateway. Exit code 1 if budgets do not match, or the ledger went back: then
+    `differences` name calls and budgets, `went_back` says what is gone and who saw it.
+    """
+
+    async def work(mesh: Mesh) -> Verification:
+        from headrace.gateway.verify import verify
+
+        return await verify(mesh, _folder(mesh))
 
     found = run_on_mesh(folder, url, work)
-    if json:
-        print_json(found)
-    else:
-        print_table(("ledger", ""), [(n, getattr(found, n)) for n in Verified.__struct_fields__])
-    if not found.heads_match or found.went_back:
+    _show(found, json=json)
+    if found.differences:
+        say(
+            "error: budgets and records do not match: somebody wrote to the ledger who is no gateway, or its storage "
+            "is damaged. Stop the gateways, and restore the broker's storage (docs/ledger.md)"
+        )
+    if found.went_back:
+        from headrace.gateway.ledger_mark import MEND
+
+        say(f"error: {found.went_back}. {MEND}")
+    if found.differences or found.went_back:
         raise typer.Exit(Exit.FAILED)
 
 
+@app.command(short_help="Take a ledger that went back as it is")
+def accept(*, folder: Dir = None, url: Url = None, json: Json = False) -> None:
+    """Take the ledger as it is after it lost records: gateways of this folder start again, and are told no more.
+
+    Calls whose records are gone may then be made a second time: see first which they are (docs/ledger.md). Budgets
+    are set to what the records that are left make of them. On every machine that runs gateways.
+    """
+
+    async def work(mesh: Mesh) -> Verification:
+        from headrace.gateway.accept import accept
+
+        where = _folder(mesh)
+        try:
+            return await accept(mesh, where)
+        except OSError as e:
+            raise InvalidInput(f"cannot write in {where}: {e.strerror or e}", field="dir") from None
+
+    _show(run_on_mesh(folder, url, work), json=json)
+
+
+def _show(found: Verification, *, json: bool) -> None:
+    if json:
+        print_json(found)
+        return
+    names = ("records", "calls", "open", "in_doubt", "heads_match", "last_seq", "digest")
+    print_table(("ledger", ""), [(n, getattr(found, n)) for n in names])
+    for difference in found.differences:
+        say(difference)
+
+
+def _folder(mesh: Mesh) -> Path:
+    """Where the gateways of this mesh keep what they saw; nowhere if the folder is that of another mesh."""
+    folder = Path(mesh.settings.dir)
+    local = read_mesh_file(folder)
+    return folder if local is None or local.url == mesh.settings.url else folder / "nowhere"
+
+
 def rebuild(*, folder: Dir = None, url: Url = None, json: Json = False) -> None:
-    """Drop the tables of governed calls and make them again from the ledger; say whether they had been identical."""
+    """Make the tables of governed calls again from the ledger, and say whether they had been identical.
+
+    Exit code 1 if they had not been; they are right now in any case. Work goes on meanwhile.
+    """
 
     async def work(mesh: Mesh) -> Rebuilt:
         return await ask(mesh, "rebuild", {}, Rebuilt, timeout_s=LONG_S)
@@ -72,5 +119,10 @@ def rebuild(*, folder: Dir = None, url: Url = None, json: Json = False) -> None:
     found = run_on_mesh(folder, url, work)
     if json:
         print_json(found)
-        return
-    say(f"{found.records:,} records read: the tables {'were' if found.identical else 'were NOT'} identical")
+    elif found.identical:
+        say(f"{found.records:,} records read: the tables were identical")
+    else:
+        wrong = ", ".join(f"{n:,} rows of {table}" for table, n in found.tables.items() if n)
+        say(f"{found.records:,} records read: {wrong} were NOT as the ledger says; now they are")
+    if not found.identical:
+        raise typer.Exit(Exit.FAILED)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli import (
+    agent,
     audit,
     budget,
     call,
@@ -19,9 +20,11 @@ from headrace.cli import (
     dead,
     demo,
     doctor,
+    functions,
     init,
     jobs,
     ledger,
+    pipeline,
     results,
     retry,
     services,
@@ -34,6 +37,7 @@ from headrace.cli import (
 from headrace.cli.exit_codes import EPILOG, Exit
 from headrace.cli.failures import report
 from headrace.cli.output import say
+from headrace.cli.run import run as run_rows
 from headrace.cli.supervisor.tether import attach_lifeline
 from headrace.contracts.errors import HeadraceError, InvalidInput
 
@@ -71,6 +75,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("up", up.up, "Run a mesh on this machine"),
     ("demo", demo.demo, "Real prompts through a mesh, start to end"),
     ("submit", submit.submit, "Store a file of prompts as a job"),
+    ("run", run_rows, "Run a function over the rows of a file"),
+    ("functions", functions.functions, "What work can be submitted for"),
     ("watch", watch.watch, "Follow a job until it ends"),
     ("status", status.status, "Where a job stands"),
     ("results", results.results, "The outcomes of a job, in order"),
@@ -90,6 +96,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 )
 for _name, _function, _short in _COMMANDS:
     app.command(_name, short_help=_short)(_function)
+app.add_typer(pipeline.app, name="pipeline", short_help="Stages that feed one another")
+app.add_typer(agent.app, name="agent", short_help="Agents: running them, writing to them")
 app.add_typer(dead.app, name="dead", short_help="What was given up, and another chance for it")
 app.add_typer(calls.app, name="calls", short_help="What was called, and deciding about it")
 app.add_typer(budget.app, name="budget", short_help="What tenants and agents may spend")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MINUTE: Final = 60
+PIPED_WIDTH: Final = 10_000
+PIPED_CELL: Final = 200
+"""A longer text is folded, also where it is piped."""
 
 
 def print_json(value: Any) -> None:
@@ -41,11 +44,11 @@ def say(text: str) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console; what is piped keeps its width, so that tables are not cut at 80 columns."""
+    """A rich console; what is piped is as wide as it needs, so that no row is cut or broken."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200)
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPED_WIDTH)
 
 
 def print_table(
@@ -59,9 +62,15 @@ def print_table(
         console().print(escape(title), style="bold")
     table = Table(header_style="bold", show_edge=False, pad_edge=False)
     cells = [list(row) for row in rows]
+    widest = None if sys.stdout.isatty() else PIPED_CELL
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) or row[i] is None for row in cells)
-        table.add_column(escape(column), justify="right" if numeric and cells else "left", overflow="fold")
+        table.add_column(
+            escape(column),
+            justify="right" if numeric and cells else "left",
+            overflow="fold",
+            max_width=widest,
+        )
     for row in cells:
         table.add_row(*(escape(shown(cell)) for cell in row))
     console().print(table)

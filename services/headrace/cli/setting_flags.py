@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -12,8 +13,8 @@ import typer
 from msgspec import NODEFAULT, Struct, structs
 
 from headrace.contracts.errors import InvalidInput
-from headrace.mesh import settings as settings_module
 from headrace.mesh.callee_settings import GatewaySettings
+from headrace.mesh.forge_settings import ForgeSettings
 from headrace.mesh.settings import AgentSettings, CompletionSettings, Settings, WorkerSettings
 
 _SECTIONS: dict[str, type[Struct]] = {
@@ -21,8 +22,9 @@ _SECTIONS: dict[str, type[Struct]] = {
     "completion": CompletionSettings,
     "gateway": GatewaySettings,
     "agent": AgentSettings,
+    "forge": ForgeSettings,
 }
-_OWN_OPTION = {"dir", "policy", "callees"}
+_OWN_OPTION = {"dir", "policy", "callees", "functions"}
 _PAIRS = "worker.engine_options"
 
 
@@ -40,7 +42,8 @@ def flags_of(section: str | None, given: dict[str, Any]) -> dict[str, object]:
     """The dotted flags for `load_settings` from what the command was given."""
     flags: dict[str, object] = {}
     for name, value in given.items():
-        dotted = name if name in Settings.__struct_fields__ and name not in _SECTIONS else f"{section}.{name}"
+        shared = name in Settings.__struct_fields__ and name not in {*_SECTIONS, *_OWN_OPTION}
+        dotted = name if shared else f"{section}.{name}"
         flags[dotted] = _pairs(value) if dotted == _PAIRS and value else (value or None)
     return flags
 
@@ -103,7 +106,7 @@ def _metavar(annotation: Any) -> str:
 def _help_texts(owner: type[Struct]) -> dict[str, str]:
     """What stands under each field of `owner` in its source."""
     texts: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(settings_module)).body:
+    for node in ast.parse(inspect.getsource(sys.modules[owner.__module__])).body:
         if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
             for before, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):

@@ -131,7 +131,7 @@ def submit(
     try:
         receipt = run_async(_submit(settings, file, name, options, model, shown))
     except InvalidLines as e:
-        _print_errors(e.errors, e.total, as_json=json, to_stdout=json)
+        print_errors(e.errors, e.total, as_json=json, to_stdout=json)
         if not json:
             lines = "lines" if e.total > 1 else "line"
             say(
@@ -214,7 +214,7 @@ def _print_receipt(receipt: Receipt, *, as_json: bool) -> None:
     for note in receipt.notes:
         say(f"note: {note}")
     if receipt.refused:
-        _print_errors(receipt.errors, receipt.refused, as_json=as_json, to_stdout=False)
+        print_errors(receipt.errors, receipt.refused, as_json=as_json, to_stdout=False)
     if as_json:
         keys = ("job", "submitted", "refused", "resumed_from")
         print_json({key: getattr(receipt, key) for key in keys})
@@ -224,7 +224,7 @@ def _print_receipt(receipt: Receipt, *, as_json: bool) -> None:
     print_line(f"job {receipt.job}: {receipt.submitted:,} items stored{resumed}{refused}")
 
 
-def _print_errors(errors: list[LineError], total: int, *, as_json: bool, to_stdout: bool) -> None:
+def print_errors(errors: list[LineError], total: int, *, as_json: bool, to_stdout: bool) -> None:
     """The bad lines: a JSON object each, or for people on standard error."""
     import msgspec
 

@@ -67,6 +67,15 @@ def up(
             "--function", help="Function that the workers host [default: generate].", show_default=False
         ),
     ] = None,
+    functions: Annotated[
+        str | None,
+        typer.Option(
+            "--functions",
+            metavar="MODULES",
+            help="Functions over rows that one more worker serves: pkg.mod, pkg.mod:name, embed; several with commas.",
+            show_default=False,
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
@@ -141,6 +150,7 @@ def up(
         engine_options=engine_option or [],
         grace_s=grace,
         ready_timeout_s=ready_timeout,
+        functions=functions or "",
     )
     raise typer.Exit(run_foreground(options))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Raw
@@ -17,7 +17,10 @@ from headrace.contracts.errors import InvalidInput
 from headrace.contracts.messages import FunctionSpec, Row
 
 Form = Literal["lines", "rows"]
-"""`lines`: prompts, as plain or OpenAI Batch lines. `rows`: any JSON value, for a function that is no model."""
+"""`lines`: prompts, as plain or OpenAI Batch lines. `rows`: any JSON value, for a function that is no model; the
+`custom_id` of an object names it in the results, and stays in the row.
+"""
+MAX_CUSTOM_ID: Final = 512
 
 _decode_plain = msgspec.json.Decoder(PlainLine).decode
 _decode_batch = msgspec.json.Decoder(BatchLine).decode
@@ -68,10 +71,13 @@ class LineDecoder:
 
     def _row(self, raw: bytes) -> Item:
         try:
-            _decode_any(raw)
+            value: Any = _decode_any(raw)
         except _BAD as e:
             raise from_msgspec(e, raw) from None
-        return Item(Row(value=Raw(raw.strip())), self.nothing.params)
+        named: Any = cast("dict[str, Any]", value).get("custom_id") if isinstance(value, dict) else None
+        # A row is its function's business: what no custom id can be is a field like any other.
+        custom_id = named if isinstance(named, str) and 0 < len(named) <= MAX_CUSTOM_ID else None
+        return Item(Row(value=Raw(raw.strip())), self.nothing.params, custom_id)
 
 
 def _why(raw: bytes, plain: Exception, batch: Exception) -> InvalidInput:

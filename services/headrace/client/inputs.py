@@ -130,23 +130,30 @@ def open_input(
     column: str | None = None,
     id_column: str | None = None,
     max_line: int = MAX_LINE,
+    whole_rows: bool = False,
 ) -> Input:
     """Open a path, `-` (standard input), or an iterable of dicts and strings.
 
     The format is told by the first bytes (gzip, Parquet) and the ending (`.csv`, `.tsv`, `.parquet`), unless
-    given. Tables need the `column` that holds the prompts. Raise `NotFound` or `InvalidInput`. What must be
-    spooled takes its time.
+    given. Tables need the `column` that holds the prompts, or `whole_rows`. Raise `NotFound` or `InvalidInput`. What
+    must be spooled takes its time.
     """
     if not isinstance(source, str | os.PathLike):
-        spool = spool_rows(source)
+        spool = spool_rows(source, whole=whole_rows)
         return Input(JsonlInput(spool.path, max_line=max_line), spool.path, "rows", spool)
     name = os.fspath(source)
     with readable(name):
-        return _open_path(name, input_format, column, id_column, max_line)
+        return _open_path(name, input_format, column, id_column, max_line, whole_rows=whole_rows)
 
 
 def _open_path(
-    name: str, input_format: InputFormat, column: str | None, id_column: str | None, max_line: int
+    name: str,
+    input_format: InputFormat,
+    column: str | None,
+    id_column: str | None,
+    max_line: int,
+    *,
+    whole_rows: bool,
 ) -> Input:
     path, spool = (Path(name), None) if name != "-" else (Path(), spool_stream(sys.stdin.buffer.read))
     if spool is None:
@@ -168,6 +175,7 @@ def _open_path(
             column=column,
             id_column=id_column,
             max_line=max_line,
+            whole_rows=whole_rows,
         )
     except BaseException:
         if spool is not None:
@@ -184,6 +192,7 @@ def _reader(
     column: str | None,
     id_column: str | None,
     max_line: int,
+    whole_rows: bool,
 ) -> LineInput:
     with path.open("rb") as file:
         head = file.read(8)
@@ -201,13 +210,13 @@ def _reader(
             msg = "a column is only given for CSV and Parquet: JSON lines name their fields themselves"
             raise InvalidInput(msg, field="column")
         return JsonlInput(path, max_line=max_line)
-    if not column:
+    if not column and not whole_rows:
         msg = f"which column of the {kind} file holds the prompts? Name it with --column"
         raise InvalidInput(msg, field="column")
     if kind == "parquet":
-        return ParquetInput(path, column, id_column)
+        return ParquetInput(path, column or None, id_column)
     delimiter = "\t" if ".tsv" in (s.lower() for s in suffixes) else ","
-    return CsvInput(path, column, id_column, delimiter=delimiter, packed=head.startswith(_GZIP))
+    return CsvInput(path, column or None, id_column, delimiter=delimiter, packed=head.startswith(_GZIP))
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -59,7 +59,7 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     value, for a function that is no model. `patience_s`: how long to go on while nothing gets stored. `tenant` is that
     of the settings by default. `traceparent` is the trace that the submit joins. `deadline` and `max_failed` end the
     job early: when it passes, or when a larger share of what ran is failed or dead. A job keeps those that it was
-    opened with.
+    opened with. `pipeline` and `stage` name what the job is a part of.
     """
 
     function: str = "generate"
@@ -77,3 +77,5 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     deadline: Deadline | None = None
     max_failed: Share | None = None
+    pipeline: str | None = None
+    stage: str | None = None

@@ -48,15 +48,18 @@ def spool_stream(read: Callable[[int], bytes]) -> Spool:
     return spool
 
 
-def spool_rows(rows: Rows) -> Spool:
-    """Write `rows` as JSON lines to a spool; `InvalidInput` with the position of one that is no JSON."""
+def spool_rows(rows: Iterable[Any], *, whole: bool = False) -> Spool:
+    """Write `rows` as JSON lines to a spool; `InvalidInput` with the position of one that is no JSON.
+
+    `whole`: they are rows for a function, so that a string is a row and no prompt.
+    """
     spool = Spool()
     encode = msgspec.json.encode
     try:
         with spool.path.open("wb") as out:
             for number, row in enumerate(rows, 1):
                 try:
-                    line = encode({"prompt": row} if isinstance(row, str) else row)
+                    line = encode({"prompt": row} if isinstance(row, str) and not whole else row)
                 except (TypeError, ValueError, RecursionError) as e:
                     msg = f"row {number} cannot be written as JSON: {str(e)[:200]}"
                     raise InvalidInput(msg, line=number) from None

@@ -172,6 +172,8 @@ class Submission:
             traceparent=self._trace.traceparent if self._trace is not None else None,
             deadline_us=self._deadline_us,
             max_failed=self._max_failed,
+            pipeline=self._options.pipeline,
+            stage=self._options.stage,
         )
 
     async def _look(self, checked: Checked) -> tuple[Stored, int | None]:

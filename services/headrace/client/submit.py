@@ -51,6 +51,7 @@ async def submit(
         input_format=options.input_format,
         column=options.column,
         id_column=options.id_column,
+        whole_rows=options.form == "rows",
     )
     with opened as lines:
         run = Submission(mesh, lines, spec, tokeniser, job=name, lane=lane, options=options, report=report)

@@ -1,7 +1,8 @@
 """CSV and Parquet as lines: one named column holds the prompts, another may hold the custom ids.
 
 Each row becomes the plain line that it stands for, so that everything after this file knows one form. Other
-columns stay behind; the custom id is what joins the results to them.
+columns stay behind; the custom id is what joins the results to them. Without a column, for a function over rows, each
+row becomes an object of all its columns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CsvInput:
     """Rows of a CSV file with a header. A row's number is that of the line on which it begins."""
 
     def __init__(
-        self, path: Path, column: str, id_column: str | None, *, delimiter: str, packed: bool
+        self, path: Path, column: str | None, id_column: str | None, *, delimiter: str, packed: bool
     ) -> None:
         self._path = path
         self._column = column
@@ -52,9 +53,11 @@ class CsvInput:
             try:
                 header = next(reader, None)
                 if header is not None:
-                    at = _column(header, self._column, self._path.name)
+                    if self._column is None:
+                        _check_names(header, self._path.name)
+                    at = None if self._column is None else _column(header, self._column, self._path.name)
                     id_at = _column(header, self._id_column, self._path.name) if self._id_column else None
-                    yield from self._rows(reader, file, digest, width=len(header), at=at, id_at=id_at)
+                    yield from self._rows(reader, file, digest, header=header, at=at, id_at=id_at)
             except UnicodeDecodeError:
                 msg = f"{self._path.name} is not UTF-8 after line {reader.line_num}"
                 raise InvalidInput(msg, line=reader.line_num + 1, code="not_utf8") from None
@@ -71,17 +74,22 @@ class CsvInput:
         file: io.BufferedReader,
         digest: Hasher | None,
         *,
-        width: int,
-        at: int,
+        header: list[str],
+        at: int | None,
         id_at: int | None,
     ) -> Iterator[Block]:
+        width = len(header)
         numbers: list[int] = []
         lines: list[bytes | None] = []
         self._begins = reader.line_num + 1
         for row in reader:
             # A row that is too short has no such cell: as null it is refused with its line.
             cells = cast("list[str]", row)
-            line: dict[str, Any] = {"prompt": cells[at] if at < len(cells) else None}
+            line: dict[str, Any] = (
+                {name: cells[i] if i < len(cells) else None for i, name in enumerate(header)}
+                if at is None
+                else {"prompt": cells[at] if at < len(cells) else None}
+            )
             if id_at is not None:
                 line["custom_id"] = cells[id_at] if id_at < len(cells) else None
             if any(cells[width:]):  # perhaps a comma without quotes cut the prompt: a field that is refused
@@ -108,7 +116,7 @@ class ParquetInput:
     A column of strings holds prompts, one of integer lists token ids, one of lists of structs messages.
     """
 
-    def __init__(self, path: Path, column: str, id_column: str | None) -> None:
+    def __init__(self, path: Path, column: str | None, id_column: str | None) -> None:
         self._path = path
         self._column = column
         self._id_column = id_column
@@ -124,18 +132,25 @@ class ParquetInput:
             raise InvalidInput(msg, code="bad_parquet") from None
         with file:
             names: list[str] = list(file.schema_arrow.names)
-            _column(names, self._column, self._path.name)
-            columns = [self._column]
+            if self._column is None:
+                _check_names(names, self._path.name)
+                columns, field = names, ""
+            else:
+                _column(names, self._column, self._path.name)
+                columns = [self._column]
+                field = _field_of(file.schema_arrow.field(self._column).type, self._column)
             if self._id_column:
                 _column(names, self._id_column, self._path.name)
-                columns.append(self._id_column)
-            field = _field_of(file.schema_arrow.field(self._column).type, self._column)
+                columns = [*columns, self._id_column]
             total = max(1, int(file.metadata.num_rows))
             size = self._path.stat().st_size
             number = 1
             for batch in file.iter_batches(batch_size=_ROWS, columns=list(dict.fromkeys(columns))):
-                prompts: list[Any] = batch.column(self._column).to_pylist()
-                rows: list[dict[str, Any]] = [{field: value} for value in prompts]
+                rows: list[dict[str, Any]] = (
+                    batch.to_pylist()
+                    if self._column is None
+                    else [{field: value} for value in batch.column(self._column).to_pylist()]
+                )
                 if self._id_column:
                     for row, value in zip(rows, batch.column(self._id_column).to_pylist(), strict=True):
                         row["custom_id"] = value if value is None or isinstance(value, str) else str(value)
@@ -161,6 +176,15 @@ def _column(names: list[str], wanted: str, file: str) -> int:
     problem = "has several columns" if wanted in names else "has no column"
     msg = f"{file} {problem} {wanted[:80]!r}; its columns: {known}"
     raise InvalidInput(msg, field="column", code="unknown_column")
+
+
+def _check_names(names: list[str], file: str) -> None:
+    """A row of all columns needs a name for each, once."""
+    wrong = next((name for name in names if not name or names.count(name) > 1), None)
+    if wrong is not None:
+        problem = f"has several columns {wrong[:80]!r}" if wrong else "has a column without a name"
+        msg = f"{file} {problem}: rows of all columns need one name for each"
+        raise InvalidInput(msg, field="column", code="unknown_column")
 
 
 def _field_of(kind: Any, column: str) -> str:

@@ -165,7 +165,7 @@ async def write_results(pages: AsyncIterator[list[Result]], form: ResultFormat, 
     place does not take it.
     """
     count = 0
-    with _opened(out) as file:
+    with opened_output(out) as file:
         writer = make_writer(form, file)
         try:
             async for page in pages:
@@ -189,7 +189,10 @@ def make_writer(form: ResultFormat, out: IO[bytes]) -> ResultWriter:
 
 
 @contextmanager
-def _opened(out: str | Path) -> Generator[IO[bytes]]:
+def opened_output(out: str | Path) -> Generator[IO[bytes]]:
+    """The file `out` to write to, beside its place until it is whole; standard output for `-`. Raise `InvalidInput` if
+    the place does not take it.
+    """
     if str(out) == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

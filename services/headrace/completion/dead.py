@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import msgspec
 
+from headrace.completion.follower import Follower
 from headrace.completion.job_rows import now_us
-from headrace.completion.patience import renewed, write_patiently
+from headrace.completion.patience import write_patiently
 from headrace.completion.store import Connection, Store
 from headrace.contracts import codec
-from headrace.contracts.errors import HeadraceError, Undecodable
+from headrace.contracts.errors import Undecodable
 from headrace.contracts.messages import DeadLetter
 from headrace.mesh.connection import Mesh
-from headrace.mesh.consumer import BatchConsumer, Delivery
+from headrace.mesh.consumer import Delivery
 from headrace.mesh.settle import Settler
-
-log = logging.getLogger("headrace.completion")
 
 BATCH = 50
 """Few at a time: each may be as large as a message can be."""
@@ -27,32 +25,19 @@ INSERT INTO dead (sequence, origin, subject, reason, data, headers, stream, stre
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, make_timestamp($10::BIGINT)) ON CONFLICT DO NOTHING"""
 
 
-class DeadLetters:
+class DeadLetters(Follower):
     """Copies HR_DEAD into the data plane until it is stopped; the stream keeps the originals."""
 
+    what = "dead letters"
+
     def __init__(self, mesh: Mesh, store: Store, settler: Settler) -> None:
-        self._mesh = mesh
-        self._store = store
-        self._settler = settler
-        self._consumer = BatchConsumer(mesh, mesh.topology.dead_consumer(), batch=BATCH, wait_s=0.0)
+        super().__init__(mesh, store, settler, mesh.topology.dead_consumer(), batch=BATCH)
 
-    async def run(self) -> None:
-        """Copy for ever; after `stop`, finish what is in hand, then return."""
-        await self._consumer.start()
-        async for batch in self._consumer:
-            try:
-                async with renewed(self._mesh, batch):
-                    letters = [(d.stream_seq, _read(d)) for d in batch]
-                    await write_patiently(self._store, "dead letters", insert, letters)
-                    await self._settler.ack_all(batch)
-            except HeadraceError as e:
-                log.warning("dead letters wait", extra={"reason": str(e)[:300]})
-            finally:
-                self._consumer.release(batch)
-
-    async def stop(self) -> None:
-        """Pull no more."""
-        await self._consumer.stop()
+    async def take(self, batch: Sequence[Delivery]) -> None:
+        """Copy a batch."""
+        letters = [(d.stream_seq, _read(d)) for d in batch]
+        await write_patiently(self._store, self.what, insert, letters)
+        await self._settler.ack_all(batch)
 
 
 def insert(connection: Connection, letters: Sequence[tuple[int, DeadLetter]]) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from headrace.completion import job_rows, retry_rows
 from headrace.completion.announce import Announcer
-from headrace.completion.patience import renewed, write_patiently
+from headrace.completion.follower import Follower
+from headrace.completion.patience import write_patiently
 from headrace.completion.store import Connection, Store
 from headrace.contracts import codec
-from headrace.contracts.errors import HeadraceError, Undecodable
+from headrace.contracts.errors import Undecodable
 from headrace.contracts.messages import (
     Cause,
     JobCancelled,
@@ -21,7 +22,7 @@ from headrace.contracts.messages import (
     JobSealed,
 )
 from headrace.mesh.connection import Mesh
-from headrace.mesh.consumer import BatchConsumer, Delivery
+from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
 from headrace.mesh.settle import Reject, Settler
 
@@ -30,11 +31,13 @@ log = logging.getLogger("headrace.completion")
 BATCH = 200
 
 
-class Jobs:
+class Jobs(Follower):
     """Keeps the states of jobs until it is stopped; `cancel` is called with each job that is to be cancelled.
 
     `on_ended` is called after jobs have ended.
     """
+
+    what = "job events"
 
     def __init__(
         self,
@@ -46,34 +49,13 @@ class Jobs:
         *,
         on_ended: Callable[[], None],
     ) -> None:
-        self._mesh = mesh
-        self._store = store
-        self._settler = settler
+        super().__init__(mesh, store, settler, mesh.topology.jobs_consumer(), batch=BATCH)
         self._announcer = announcer
         self._cancel = cancel
         self._on_ended = on_ended
-        self._consumer = BatchConsumer(mesh, mesh.topology.jobs_consumer(), batch=BATCH, wait_s=0.0)
 
-    async def run(self) -> None:
-        """Apply events for ever; after `stop`, apply and ack those in hand, then return."""
-        await self._consumer.start()
-        async for batch in self._consumer:
-            try:
-                async with renewed(self._mesh, batch):
-                    await self._take(batch)
-            except* HeadraceError as e:
-                # Not acked: the events come again when their lease is over, and applying them again changes nothing.
-                log.warning(
-                    "job events wait", extra={"events": len(batch), "reason": str(e.exceptions[0])[:300]}
-                )
-            finally:
-                self._consumer.release(batch)
-
-    async def stop(self) -> None:
-        """Pull no more."""
-        await self._consumer.stop()
-
-    async def _take(self, batch: Sequence[Delivery]) -> None:
+    async def take(self, batch: Sequence[Delivery]) -> None:
+        """Apply events; what follows from them is begun before they are acked."""
         events: list[JobEvent] = []
         taken: list[Delivery] = []
         for delivery in batch:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
-from headrace.completion import job_rows, large_rows
+from headrace.completion import job_rows, large_rows, stage_rows
 from headrace.completion.announce import Announcer
 from headrace.completion.blobs import Blobs
 from headrace.completion.large_rows import Large
@@ -174,6 +174,7 @@ def land(
     """
     fresh = large_rows.unknown(connection, results, large)
     jobs = insert_results(connection, results, job_rows.now_us())
+    stage_rows.arrive(connection, results)
     large_rows.insert(connection, fresh, large)
     endings = job_rows.finish_full(connection, jobs)
     crash_point("landing-before-commit")

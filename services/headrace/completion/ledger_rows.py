@@ -11,7 +11,6 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from headrace.completion.ledger_schema import HEAD_COLUMNS, RECORD_COLUMNS
 from headrace.completion.store import Connection
 from headrace.contracts.ledger import (
     AttemptFailed,
@@ -38,7 +37,17 @@ _HEAD_TYPE: Final = """[{"sequence": "BIGINT", "tenant": "VARCHAR", "budget": "V
 
 _AS_TIME: Final = "* REPLACE (make_timestamp(written_at) AS written_at)"
 
+NEW: Final = "_new"
+"""Suffix of the tables that a rebuild fills."""
+
 Numbered = tuple[int, CallRecord | BudgetHead | Roster]
+
+
+class Inserted(Struct, frozen=True, kw_only=True):
+    """How many records were new; the sequences under which another record stands than the one that came."""
+
+    new: int
+    others: list[int]
 
 
 class _Row(Struct, kw_only=True):
@@ -72,27 +81,56 @@ class _Row(Struct, kw_only=True):
     record: msgspec.Raw
 
 
-def insert(connection: Connection, records: Sequence[Numbered], *, suffix: str = "") -> int:
-    """Insert records by their sequences; one that is there already stays. Return how many are new.
+def is_rebuilding(connection: Connection) -> bool:
+    """Whether the tables of a rebuild are there."""
+    return bool(
+        connection.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'call_records_new'").fetchall()
+    )
 
-    `suffix` names other tables of the same form, for a rebuild beside the ones in use.
+
+def insert(connection: Connection, records: Sequence[Numbered]) -> Inserted:
+    """Insert records by their sequences; one that is there already stays.
+
+    While the tables are being rebuilt, into the new ones too: so what comes meanwhile is in both.
     """
     rows = [_row(seq, r) for seq, r in records if not isinstance(r, BudgetHead | Roster)]
     heads = [_head(seq, r) for seq, r in records if isinstance(r, BudgetHead)]
-    new = 0
-    for table, type_, values in (
-        (f"call_records{suffix}", _ROW_TYPE, rows),
-        (f"budget_heads{suffix}", _HEAD_TYPE, heads),
+    suffixes = ("", NEW) if is_rebuilding(connection) else ("",)
+    found = [_insert_into(connection, suffix, rows, heads) for suffix in suffixes]
+    return found[0]
+
+
+def insert_rebuilt(connection: Connection, records: Sequence[Numbered]) -> Inserted:
+    """Insert records that a rebuild has read, into the new tables only."""
+    rows = [_row(seq, r) for seq, r in records if not isinstance(r, BudgetHead | Roster)]
+    heads = [_head(seq, r) for seq, r in records if isinstance(r, BudgetHead)]
+    return _insert_into(connection, NEW, rows, heads)
+
+
+def _insert_into(
+    connection: Connection, suffix: str, rows: list[_Row], heads: list[dict[str, Any]]
+) -> Inserted:
+    new, others = 0, list[int]()
+    for table, type_, values, sequences in (
+        (f"call_records{suffix}", _ROW_TYPE, rows, [row.sequence for row in rows]),
+        (f"budget_heads{suffix}", _HEAD_TYPE, heads, [int(head["sequence"]) for head in heads]),
     ):
-        if values:
-            text = msgspec.json.encode(values).decode()
-            found = connection.execute(
-                f"INSERT INTO {table} SELECT {_AS_TIME} FROM "  # noqa: S608  (constants)
-                f"(SELECT unnest(from_json($1::VARCHAR, '{type_}'), max_depth := 2)) ON CONFLICT DO NOTHING",
-                [text],
-            ).fetchone()
-            new += int(found[0]) if found else 0
-    return new
+        if not values:
+            continue
+        text = msgspec.json.encode(values).decode()
+        # Constants: names of tables and types.
+        given = f"SELECT {_AS_TIME} FROM (SELECT unnest(from_json($1::VARCHAR, '{type_}'), max_depth := 2))"  # noqa: S608
+        found = connection.execute(f"INSERT INTO {table} {given} ON CONFLICT DO NOTHING", [text]).fetchone()
+        fresh = int(found[0]) if found else 0
+        new += fresh
+        if fresh < len(values):
+            there = f"SELECT * FROM {table} WHERE sequence BETWEEN $2 AND $3"  # noqa: S608
+            differing = connection.execute(
+                f"SELECT sequence FROM ({given} EXCEPT {there}) ORDER BY sequence",  # noqa: S608
+                [text, min(sequences), max(sequences)],
+            )
+            others += [int(row[0]) for row in differing.fetchall()]
+    return Inserted(new=new, others=others)
 
 
 def _row(sequence: int, record: CallRecord) -> _Row:
@@ -144,26 +182,3 @@ def _head(sequence: int, head: BudgetHead) -> dict[str, Any]:
         "period": head.period, "agent": head.agent, "periods": msgspec.to_builtins(head.periods),
         "written_at": head.at_us,
     }  # fmt: skip
-
-
-# --- rebuilding -------------------------------------------------------------------------------------
-def begin_rebuild(connection: Connection) -> None:
-    """Make the empty tables of a rebuild."""
-    for table, columns in (("call_records", RECORD_COLUMNS), ("budget_heads", HEAD_COLUMNS)):
-        connection.execute(f"CREATE OR REPLACE TABLE {table}_new ({columns})")
-
-
-def end_rebuild(connection: Connection) -> dict[str, bool]:
-    """Put the rebuilt tables in place of those in use; say of each whether it was identical up to its last record."""
-    same: dict[str, bool] = {}
-    for table in ("call_records", "budget_heads"):
-        bound = f"WHERE sequence <= (SELECT coalesce(max(sequence), 0) FROM {table})"  # noqa: S608
-        before, after = (
-            connection.execute(f"SELECT count(*), bit_xor(hash(t)) FROM {name} AS t {where}").fetchone()  # noqa: S608
-            for name, where in ((table, ""), (f"{table}_new", bound))
-        )
-        same[table] = before == after
-        connection.execute(f"DELETE FROM {table}")  # noqa: S608
-        connection.execute(f"INSERT INTO {table} SELECT * FROM {table}_new")  # noqa: S608
-        connection.execute(f"DROP TABLE {table}_new")
-    return same

@@ -72,7 +72,7 @@ class Marks:
                 marks: list[Mark] = []
                 for stream in self._streams:
                     before = known.get(stream)
-                    if before is not None and (found := await find_loss(self._mesh, before)) is not None:
+                    if before is not None and (found := await self._loss(before)) is not None:
                         losses.append((stream, found))
                     now = await read_mark(self._mesh, stream)
                     if now is not None and now != before:
@@ -84,6 +84,9 @@ class Marks:
                 return
         for stream, found in losses:
             log.error("the broker lost data", extra={"stream": stream, "found": found})
+
+    async def _loss(self, before: Mark) -> str | None:
+        return await find_loss(self._mesh, before, kept=before.stream == self._mesh.topology.ledger)
 
     async def losses(self) -> list[Loss]:
         """What was lost and is not accepted yet."""
@@ -99,7 +102,15 @@ class Marks:
             "headrace audit names the items of each job that are missing: submit or retry them; then "
             "headrace doctor --accept-loss {id}"
         )
-        found = [fail(CHECK, loss.found, mend.format(id=loss.id)) for loss in await self.losses()]
+        of_ledger = "headrace ledger verify tells more; see docs/ledger.md, then headrace ledger accept"
+        found = [
+            fail(
+                CHECK,
+                loss.found,
+                of_ledger if loss.stream == self._mesh.topology.ledger else mend.format(id=loss.id),
+            )
+            for loss in await self.losses()
+        ]
         return found or [ok(CHECK, f"{len(self._streams)} streams have gone forward only")]
 
 

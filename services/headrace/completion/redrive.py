@@ -1,7 +1,7 @@
 """Redrive: what was given up goes its way once more, an item as a retry of that one alone, a letter on its subject.
 
 A letter is what somebody sent and nobody could take, so nothing it says is trusted: it goes only to a subject that this
-mesh's own tasks, results or job events have, and without headers that would speak to the broker.
+mesh's own tasks, results, job events or mails have, and without headers that would speak to the broker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.completion.dead_list import letters_of_job, no_such, parse_item_id
 from headrace.completion.retry import Retrier
 from headrace.completion.store import Connection, Store
 from headrace.contracts.api import RedriveReply, RedriveRequest, RetryRequest
+from headrace.contracts.codec import REDRIVEN
 from headrace.contracts.errors import Conflict, HeadraceError, InvalidInput, NotFound, Refused
 from headrace.mesh.connection import Mesh
 from headrace.mesh.crash import crash_point
@@ -146,7 +147,8 @@ class Redriver:
                 stream,
                 subject,
                 data or b"",
-                headers=_harmless(headers),
+                headers=_harmless(headers)
+                | ({REDRIVEN: str(sequence)} if stream == self._mesh.topology.mail else {}),
                 # The same again within the stream's window, after a crash before the note, is no second message.
                 msg_id=f"redrive-{sequence}-{redriven_us or 0}",
             )
@@ -161,7 +163,7 @@ class Redriver:
         log.info("dead letter is redriven", extra={"sequence": sequence, "subject": subject})
 
     def _destination(self, sequence: int, subject: str) -> tuple[str, str]:
-        """The stream of a letter's subject, and its job; `Refused` for any but this mesh's own subjects."""
+        """The stream of a letter's subject, and its job (empty for mail); `Refused` for a subject not of this mesh."""
         subjects, topology = self._mesh.subjects, self._mesh.topology
         known: tuple[str, str, str] | None = None
         with contextlib.suppress(HeadraceError):
@@ -174,13 +176,15 @@ class Redriver:
                     known = subjects.result(sink, function, job), topology.results, job
                 case ["jobs", job, event] if event in _EVENTS:
                     known = subjects.job_event(job, event), topology.jobs, job
+                case ["mail", agent, lane, sender]:
+                    known = subjects.mail(agent, lane, sender), topology.mail, ""
                 case _:
                     pass
         if known is not None and known[0] == subject:
             return known[1], known[2]
         msg = (
-            f"letter {sequence} came on {subject[:200]!r}, which is no subject of this mesh's tasks, results or job "
-            "events: it stays where it is"
+            f"letter {sequence} came on {subject[:200]!r}, which is no subject of this mesh's tasks, results, job "
+            "events or mails: it stays where it is"
         )
         raise Refused(msg, code="foreign_subject")
 

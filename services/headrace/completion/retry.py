@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from headrace.completion import job_rows, retry_rows
+from headrace.completion import job_rows, pipeline_rows, retry_rows
 from headrace.completion.announce import Announcer, store_once
 from headrace.completion.cancel import Spawn
 from headrace.completion.condition import fitting
@@ -72,6 +72,7 @@ class Retrier:
         except NotFound:
             await self._refuse_if_new(job)
             raise
+        await self._store.read(pipeline_rows.refuse_retry, job)
         # The last event of the generation before stands before what this one stores.
         await self._announcer.announce(await self._store.read(job_rows.endings, [job]))
         function = await self._store.read(_function_of, job)

@@ -10,13 +10,15 @@ from typing import Final
 
 import duckdb
 
-from headrace.completion.ledger_schema import LEDGER_STEP
+from headrace.completion.capture_schema import CAPTURE_STEP, CAPTURE_TABLES
+from headrace.completion.ledger_schema import LEDGER_STEP, LEDGER_TABLES
+from headrace.completion.pipeline_schema import PIPELINE_STEP, PIPELINE_TABLES
 from headrace.contracts.errors import Conflict
 
 TABLES: Final = (
     "jobs", "outcomes", "current_outcomes", "dead", "queries", "retries", "retry_items", "stream_marks",
-    "stream_losses", "large_outcomes", "large_parts", "call_records", "budget_heads", "calls", "spend", "in_doubt",
-    "budgets", "schema_version",
+    "stream_losses", "large_outcomes", "large_parts", *LEDGER_TABLES, *CAPTURE_TABLES, *PIPELINE_TABLES,
+    "schema_version",
 )  # fmt: skip
 """What a query may read."""
 
@@ -194,6 +196,8 @@ STEPS: Final[tuple[tuple[int, str, tuple[str, ...]], ...]] = (
     (3, "marks of the streams, and what the broker lost", (_STREAM_MARKS, _STREAM_LOSSES)),
     (4, "results that were too large for a message", (_LARGE, _LARGE_PARTS)),
     (5, "the ledger of governed calls", LEDGER_STEP),
+    (6, "what agents did", CAPTURE_STEP),
+    (7, "pipelines, and what fed each stage", PIPELINE_STEP),
 )
 """Each step: number, what it does, its statements."""
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from headrace.completion.marks import Marks
 from headrace.completion.store import Connection, Store
-from headrace.contracts.api import ChecksReply, ChecksRequest, Finding
+from headrace.contracts.api import ChecksReply, ChecksRequest, Finding, LossesReply, LossesRequest, LostData
 from headrace.contracts.errors import HeadraceError
 from headrace.mesh.checks.consumers import lease_findings
 from headrace.mesh.checks.findings import Unread, attempt, ok, some, warn
@@ -84,6 +84,16 @@ class SelfCheck:
             *await self._still(),
         ]
         return ChecksReply(findings=[*findings, check_files("open files of completion")], accepted=accepted)
+
+    async def losses(self, request: LossesRequest) -> LossesReply:
+        """What a stream lost and nobody has accepted, after a fresh look."""
+        await self.marks.look()
+        found = [
+            LostData(id=loss.id, stream=loss.stream, found=loss.found)
+            for loss in await self.marks.losses()
+            if request.stream in (None, loss.stream)
+        ]
+        return LossesReply(losses=found)
 
     def _volume(self) -> list[Finding]:
         return [

@@ -14,9 +14,13 @@ from headrace.completion.accounting import Accounting
 from headrace.completion.announce import Announcer
 from headrace.completion.blobs import Blobs
 from headrace.completion.cancel import Canceller
+from headrace.completion.capture import Captures
 from headrace.completion.dead import DeadLetters
+from headrace.completion.follower import Follower
 from headrace.completion.jobs import Jobs
 from headrace.completion.landing import Landing
+from headrace.completion.pipeline_api import serve_pipelines
+from headrace.completion.pipelines import Pipelines
 from headrace.completion.policy import Policies
 from headrace.completion.projection import Projection
 from headrace.completion.query import Queries
@@ -33,6 +37,7 @@ from headrace.contracts.api import (
     JobRequest,
     JobsRequest,
     JobStatus,
+    LossesRequest,
     QueryRequest,
     ResultPartRequest,
     ResultRequest,
@@ -63,7 +68,7 @@ class CompletionService(Service):
 
     1. no more is pulled; what is in hand is landed and acked (requests are still answered meanwhile)
     2. no more requests are taken, those in hand are answered
-    3. cancellations and retries that are under way are left where they are: the next start takes them up
+    3. cancellations, retries and the feeding of stages are left where they are: the next start takes them up
     4. queries are interrupted, DuckDB is closed with a checkpoint
     5. the connection is closed
     """
@@ -73,7 +78,7 @@ class CompletionService(Service):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._loops: list[asyncio.Task[Any]] = []
-        self._parts: list[Landing | Jobs | DeadLetters | Projection] = []
+        self._parts: list[Landing | Follower] = []
         self._store: Store | None = None
         self._checks: SelfCheck | None = None
         self._queries: Queries | None = None
@@ -104,6 +109,7 @@ class CompletionService(Service):
             Jobs(self.mesh, store, settler, announcer, canceller.start, on_ended=blobs.ended),
             DeadLetters(self.mesh, store, settler),
             projection,
+            Captures(self.mesh, store, settler),
         ]
         max_bytes = self.mesh.max_payload - REPLY_MARGIN_BYTES
         self._queries = Queries(
@@ -114,15 +120,20 @@ class CompletionService(Service):
         retrier = Retrier(self.mesh, store, announcer, self._queries, self.spawn)
         await canceller.resume()
         await retrier.resume()
+        pipelines = Pipelines(self.mesh, store, canceller, landing.next_commit, self.spawn)
+        await pipelines.resume()
         self._loops = [self.spawn(part.run(), type(part).__name__.lower()) for part in self._parts]
+        self.spawn(projection.mend(), "mending the ledger's tables")
         self.spawn(announcer.sweep_for_ever(), "announcer")
         self.spawn(blobs.sweep_for_ever(), "objects")
         self.spawn(Policies(store, canceller, landing).run(), "policies")
         self.spawn(checks.marks.run(), "marks")
         self.spawn(checks.run(), "checks")
-        self._server = self._serve(Accounting(sources, store), canceller, results, self._queries, checks)
+        accounting = Accounting(sources, store)
+        self._server = self._serve(accounting, canceller, results, self._queries, checks)
         self._server.endpoint("rebuild", dict[str, Any], projection.serve_rebuild, timeout_s=600.0)
         serve_retries(self._server, self.mesh, store, retrier, max_bytes=max_bytes)
+        serve_pipelines(self._server, store, sources, accounting, pipelines)
         await self._server.start()
         # Ready means that a request which comes now is answered: the broker has read the subscriptions.
         await self.mesh.flush()
@@ -184,6 +195,9 @@ class CompletionService(Service):
         async def own_checks(request: ChecksRequest, _headers: Mapping[str, str]) -> object:
             return await checks.answer(request)
 
+        async def losses(request: LossesRequest, _headers: Mapping[str, str]) -> object:
+            return await checks.losses(request)
+
         async def cancel(request: CancelRequest, _headers: Mapping[str, str]) -> object:
             changed = await canceller.request(request.job, request.reason)
             return _cancel_reply(await accounting.status(request.job), changed=changed)
@@ -198,6 +212,7 @@ class CompletionService(Service):
             "query", QueryRequest, query, timeout_s=self.settings.completion.query_timeout_s + 10.0
         )
         server.endpoint("checks", ChecksRequest, own_checks, timeout_s=30.0)
+        server.endpoint("losses", LossesRequest, losses, timeout_s=30.0)
         server.endpoint("cancel", CancelRequest, cancel, timeout_s=30.0)
         return server
 

@@ -7,13 +7,16 @@ from typing import Any
 from msgspec.structs import asdict
 
 from headrace.contracts.account import CallView
-from headrace.contracts.calls import CallAnswer
+from headrace.contracts.calls import AnswerUsage, CallAnswer
 from headrace.contracts.errors import HeadraceError
 from headrace.contracts.ledger import AttemptFailed, CallError, CallOutcome, Completed, Failed, InDoubt
 
 
-def answer_of(view: CallView, *, replayed: bool = False) -> CallAnswer:
-    """The answer that a call's records give; `replayed`: they were there before this asking."""
+def answer_of(view: CallView, *, replayed: bool = False, live: CallOutcome | None = None) -> CallAnswer:
+    """The answer that a call's records give; `replayed`: they were there before this asking.
+
+    `live` is what its callee just said: the caller gets that, if it is what the record tells of.
+    """
     end = view.last.end
     common: dict[str, Any] = {
         "call_id": view.call, "attempt": len(view.attempts), "replayed": replayed,
@@ -21,7 +24,10 @@ def answer_of(view: CallView, *, replayed: bool = False) -> CallAnswer:
     }  # fmt: skip
     match view.state, end:
         case "completed", Completed(outcome=outcome, usage=usage):
-            return CallAnswer(**common, state="completed", outcome=_plain(outcome), usage=usage)
+            outcome = live if live is not None and live.digest == outcome.digest else outcome
+            return CallAnswer(
+                **common, state="completed", outcome=_plain(outcome), usage=AnswerUsage(**asdict(usage))
+            )
         case "in_doubt", Failed(error=error) | AttemptFailed(error=error) | InDoubt(error=error):
             return CallAnswer(**common, state="in_doubt", error=_plain(error))
         case "failed", Failed(error=error):

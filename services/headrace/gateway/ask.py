@@ -11,7 +11,9 @@ import msgspec
 from headrace.contracts import codec
 from headrace.contracts.calls import CallAnswer, CallAsk, CallMessage
 from headrace.contracts.codec import SCHEMA_HEADER, TRACEPARENT
+from headrace.contracts.errors import HeadraceError
 from headrace.gateway.keys import call_id
+from headrace.gateway.telemetry import sent
 from headrace.mesh.connection import Mesh
 from headrace.mesh.crash import crash_point
 from headrace.mesh.publisher import publish
@@ -27,6 +29,7 @@ async def ask(mesh: Mesh, request: CallAsk, *, tenant: str, traceparent: str | N
     name = request.tenant or tenant
     call = uuid.uuid4().hex if request.key is None else call_id(name, request.agent, request.key)
     until_us = now_us + int(request.wait_s * 1e6)
+    span = sent(request, name, call, {TRACEPARENT: traceparent} if traceparent else None)
     with mesh.listen() as (inbox, answered):
         message = CallMessage(
             request=uuid.uuid4().hex,
@@ -42,14 +45,22 @@ async def ask(mesh: Mesh, request: CallAsk, *, tenant: str, traceparent: str | N
             until_us=until_us,
             deadline_us=None if request.deadline_s is None else now_us + int(request.deadline_s * 1e6),
         )
-        headers = {SCHEMA_HEADER: codec.CALL.name} | ({TRACEPARENT: traceparent} if traceparent else {})
-        await publish(
-            mesh,
-            mesh.topology.calls,
-            mesh.subjects.call(name, request.agent),
-            codec.CALL.encode(message),
-            headers=headers,
-        )
+        carried = span.traceparent if span else traceparent
+        headers = {SCHEMA_HEADER: codec.CALL.name} | ({TRACEPARENT: carried} if carried else {})
+        try:
+            await publish(
+                mesh,
+                mesh.topology.calls,
+                mesh.subjects.call(name, request.agent),
+                codec.CALL.encode(message),
+                headers=headers,
+            )
+        except HeadraceError as e:
+            if span is not None:
+                span.end(error=e.code)
+            raise
+        if span is not None:
+            span.end()
         crash_point("call-accepted")
         try:
             async with asyncio.timeout(max(0.0, until_us / 1e6 - time.time())):

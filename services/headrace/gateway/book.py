@@ -1,9 +1,11 @@
 """Writing records with the budgets that they move: many calls in one atomic batch, one update for each head.
 
-What is asked for while a batch is on its way goes into the next one, so under load a batch carries many calls, and
-alone a call waits for nobody. A batch is refused whole if anything in it came too late. Then the heads are read again:
-if one has moved, another gateway was quicker, and the batch is made anew from what the heads say now; if none has, it
-is a call that somebody else has moved, and each record is tried by itself.
+A record that moves no budget is written by itself, at once: the broker takes it in a fraction of the time of a batch
+(measured: 20 µs of its CPU against 2 ms, since it stages each batch in a store of its own). Records that move budgets
+share batches: what is asked for while a batch is on its way goes into the next one, so under load a batch carries many
+calls, and alone a call waits for nobody. A batch is refused whole if anything in it came too late. Then the heads are
+read again: if one has moved, another gateway was quicker, and the batch is made anew from what the heads say now; if
+none has, it is a call that somebody else has moved, and each record is tried by itself.
 
 An append whose answer is lost is looked for in the ledger, by owner, epoch, attempt and kind, and only then repeated:
 the expected sequences keep the repeat from doubling anything.
@@ -65,6 +67,7 @@ class Book:
         self._heads: dict[tuple[str, str], Head | None] = {}
         self._waiting: list[_Ask] = []
         self._writer: asyncio.Task[None] | None = None
+        self._alone: set[asyncio.Task[None]] = set()
 
     async def write(
         self, record: CallRecord, view: CallView | None, expected: int, *, patience_s: float = PATIENCE_S
@@ -75,13 +78,17 @@ class Book:
         wrote to this call first: read it again), `Unavailable` (the ledger stays away for `patience_s`: it is not known
         whether the record is written; read before doing anything else).
         """
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        moves = list(changes(view, record))
-        self._waiting.append(
-            _Ask(record, view, expected, future, moves, asyncio.get_running_loop().time() + patience_s)
-        )
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.get_running_loop().create_task(self._write())
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[int] = loop.create_future()
+        ask = _Ask(record, view, expected, future, list(changes(view, record)), loop.time() + patience_s)
+        if not ask.moves:
+            task = loop.create_task(self._write_alone(ask))
+            self._alone.add(task)
+            task.add_done_callback(self._alone.discard)
+        else:
+            self._waiting.append(ask)
+            if self._writer is None or self._writer.done():
+                self._writer = loop.create_task(self._write())
         return await asyncio.shield(future)
 
     # --- batches -----------------------------------------------------------------------------------
@@ -113,12 +120,8 @@ class Book:
         entries, refused = self._entries(group, heads)
         if refused and await self._heads_moved(heads):
             return False  # what was remembered of a budget is no reason to refuse anything
-        for ask, why in refused:
-            await self._refuse(ask, why)
-        if not entries:
-            return True
         try:
-            seqs = await self._ledger.append(entries)
+            seqs = await self._ledger.append(entries) if entries else []
         except Overtaken:
             if len(group) == 1:
                 return not await self._heads_moved(heads) and await self._moved_by(group[0])
@@ -126,8 +129,13 @@ class Book:
                 return False
             for ask in group:  # to find out which call has moved; the others are written
                 await self._write_group([ask])
-        else:
-            self._written(group, entries, seqs)
+            return True
+        # What did not fit beside these is refused now that they are written: one that came too late would have taken
+        # room, or released money, that is its neighbour's.
+        unfit = {id(ask) for ask, _ in refused}
+        self._written([ask for ask in group if id(ask) not in unfit], entries, seqs)
+        for ask, why in refused:
+            await self._refuse(ask, why)
         return True
 
     async def _refuse(self, ask: _Ask, why: HeadraceError) -> None:
@@ -193,6 +201,23 @@ class Book:
                 future.set_result(seq)
         left = [ask for ask in group if not ask.future.done()]
         self._waiting = left + self._waiting  # a batch that was full: they come first in the next
+
+    async def _write_alone(self, ask: _Ask) -> None:
+        """Write a record that moves no budget."""
+        attempt = 0
+        try:
+            while not ask.future.done():
+                try:
+                    (seq,) = await self._ledger.append([Entry(ask.record, ask.expected)])
+                    ask.future.set_result(seq)
+                except Overtaken:
+                    await self._moved_by(ask)
+                except Unavailable as e:
+                    await asyncio.sleep(backoff_s(attempt))
+                    attempt += 1
+                    await self._find([ask], e)
+        except Exception as e:  # noqa: BLE001  (whatever it is, who waits must hear of it)
+            _fail([ask], e)
 
     # --- what is known -----------------------------------------------------------------------------
     async def _heads_of(self, group: Sequence[_Ask]) -> dict[tuple[str, str], Head]:

@@ -1,14 +1,17 @@
 """The budgets of tenants: which of them bound a call, and setting one.
 
-A budget and the list that names it are written in one batch. The list is read for each intent (asked at the same time,
-once for all), since a budget that binds a little later than it is set would let calls through that it forbids.
+A budget and the list that names it are written in one batch. The list is read for each call after the call was taken
+up (once for all that were taken up before the reading began), since a budget that binds a little later than it is set
+would let calls through that it forbids.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from headrace.contracts.errors import Conflict, Unavailable
@@ -17,6 +20,18 @@ from headrace.gateway.book import period_name
 from headrace.gateway.ledger import Entry, Head, Ledger, Overtaken
 
 TRIES = 20
+FRESH_S = 0.5
+"""How old a reading may be for a call that waited since: for a place at its callee, or for approval."""
+
+
+class _Reading(Struct):
+    """One reading of a tenant's list; `began_s` is infinite until it begins, then of the monotonic clock.
+
+    Not of the loop's, which stands still for as long as a turn takes: what was set meanwhile would be missed.
+    """
+
+    task: asyncio.Task[list[BudgetName]]
+    began_s: float = inf
 
 
 class Budgets:
@@ -24,21 +39,48 @@ class Budgets:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._next: dict[str, asyncio.Task[list[BudgetName]]] = {}
+        self._readings: dict[str, _Reading] = {}
 
-    async def of(self, tenant: str, agent: str) -> list[BudgetName]:
-        """The budgets that bound a call of `agent`, as they stand at a moment after this was asked."""
-        if (task := self._next.get(tenant)) is None:
-            task = self._next[tenant] = asyncio.get_running_loop().create_task(self._read_next(tenant))
-        found = await asyncio.shield(task)
+    async def of(self, tenant: str, agent: str, *, since_s: float | None = None) -> list[BudgetName]:
+        """The budgets that bound a call of `agent`, as they stand at a moment after this was asked.
+
+        With `since_s`, when the call was taken up by the monotonic clock: after that, and half a second ago at most.
+        """
+        reading = self._reading(tenant, since_s)
+        found = await asyncio.shield(reading.task)
         return [b for b in found if b.agent in (None, agent)]
 
-    async def _read_next(self, tenant: str) -> list[BudgetName]:
-        # One turn of the loop, so that those who ask together share it; whoever asks while it reads, shares the next.
+    def ahead(self, tenant: str, since_s: float) -> None:
+        """Begin to read for a call that will ask in a moment."""
+        self._reading(tenant, since_s)
+
+    def _reading(self, tenant: str, since_s: float | None) -> _Reading:
+        now = time.monotonic()
+        least = now if since_s is None else max(since_s, now - FRESH_S)
+        reading = self._readings.get(tenant)
+        if reading is None or reading.began_s < least:
+            # Whoever asks while it reads, and needs a later one, shares the next.
+            reading = _Reading(asyncio.get_running_loop().create_task(self._read(tenant)))
+            reading.task.add_done_callback(_heard)
+            self._readings[tenant] = reading
+        return reading
+
+    async def _read(self, tenant: str) -> list[BudgetName]:
+        # One turn of the loop, so that those who ask together share it.
         await asyncio.sleep(0)
-        self._next.pop(tenant, None)
-        found = await self._ledger.roster(tenant)
+        reading = self._readings[tenant]
+        reading.began_s = time.monotonic()
+        asyncio.get_running_loop().call_later(FRESH_S, self._forget, tenant, reading)
+        try:
+            found = await self._ledger.roster(tenant)
+        except BaseException:
+            self._forget(tenant, reading)
+            raise
         return found.roster.budgets if found else []
+
+    def _forget(self, tenant: str, reading: _Reading) -> None:
+        if self._readings.get(tenant) is reading:
+            del self._readings[tenant]
 
     async def set(
         self,
@@ -62,10 +104,12 @@ class Budgets:
                 head = replace(found.head, limit=limit, at_us=now_us)
                 if (head.unit, head.period, head.agent) != (unit, period, agent):
                     msg = (
-                        f"budget {budget} of tenant {tenant} counts {head.unit} by {head.period}"
-                        f"{f' for agent {head.agent}' if head.agent else ''}: only its limit can be changed"
+                        f"budget {budget} of tenant {tenant} counts {head.unit}"
+                        f"{f' by {head.period}' if head.period != 'none' else ', without periods,'}"
+                        f" for {f'agent {head.agent}' if head.agent else 'every agent'}: only its limit can be "
+                        "changed; give another meaning another name"
                     )
-                    raise Conflict(msg)
+                    raise Conflict(msg, code="budget_exists")
                 entries = [Entry(head, found.seq)]
             else:
                 head = BudgetHead(
@@ -113,3 +157,9 @@ def reservations(
         if (amount := amounts.get(b.unit)) is not None
     ]
     return found, [b for b in budgets if amounts.get(b.unit) is None]
+
+
+def _heard(task: asyncio.Task[list[BudgetName]]) -> None:
+    """Whoever waits hears of an error; a reading ahead may have nobody who does."""
+    if not task.cancelled():
+        task.exception()

@@ -13,6 +13,7 @@ from headrace.contracts import codec
 from headrace.contracts.account import view_of
 from headrace.contracts.errors import HeadraceError, Undecodable
 from headrace.gateway.ledger import Ledger
+from headrace.mesh.blobs import BlobStore
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery
 from headrace.mesh.settle import Reject, Settler
@@ -29,6 +30,7 @@ class CallResults:
 
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._objects = BlobStore(mesh)
         self._settler = Settler(mesh)
         self._consumer = BatchConsumer(mesh, mesh.topology.call_results_consumer(), batch=100, wait_s=0.05)
 
@@ -40,6 +42,9 @@ class CallResults:
                 done = [d for d in batch if await self._is_done(d)]
                 if done:
                     await self._settler.ack_all(done)
+                    await self._objects.delete_all(
+                        [name for d in done if (name := _object_of(d)) is not None]
+                    )
             except HeadraceError as e:
                 log.warning("results of calls wait", extra={"results": len(batch), "reason": str(e)[:200]})
             finally:
@@ -64,3 +69,9 @@ class CallResults:
             return True
         self._settler.nak(delivery, LOOK_AGAIN_S)
         return False
+
+
+def _object_of(delivery: Delivery) -> str | None:
+    """The object in which a large result lies."""
+    blob = codec.RESULT.decode(delivery.data, delivery.headers).blob
+    return None if blob is None else blob.name

@@ -40,9 +40,14 @@ class Callee(Struct, frozen=True):
         name = self.settings.api_key_env
         if name is None:
             return None
-        secret = os.environ.get(name)
+        secret = os.environ.get(name, "").strip()
         if not secret:
             msg = f"callee {self.name}: the environment variable {name} is empty: it should hold the API key"
+            raise InvalidInput(msg, field="api_key_env", code="no_api_key")
+        if not (
+            secret.isascii() and secret.isprintable()
+        ):  # the header would be refused, and quoted in the error
+            msg = f"callee {self.name}: the environment variable {name} holds characters that no API key has"
             raise InvalidInput(msg, field="api_key_env", code="no_api_key")
         return secret
 

@@ -39,7 +39,7 @@ class ChatStream:
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         mine = self._choices.setdefault(
-            count(choice.get("index")) or 0, {"content": [], "tool_calls": [], "finish_reason": None}
+            count(choice.get("index")) or 0, {"content": [], "tool_calls": {}, "finish_reason": None}
         )
         delta = fields(choice.get("delta"))
         said = delta.get("content") or choice.get("text")
@@ -47,7 +47,8 @@ class ChatStream:
             mine["content"].append(said)
             self.chunks += 1
         if calls := items(delta.get("tool_calls")):
-            mine["tool_calls"] += calls
+            for call in calls:
+                _take_tool_call(mine["tool_calls"], fields(call))
             self.chunks += 1
         if (reason := text(choice.get("finish_reason"), 64)) is not None:
             mine["finish_reason"] = self.finish_reason = reason
@@ -58,7 +59,7 @@ class ChatStream:
         for index, mine in sorted(self._choices.items()):
             message: dict[str, Any] = {"role": "assistant", "content": "".join(mine["content"])}
             if mine["tool_calls"]:
-                message["tool_calls"] = mine["tool_calls"]
+                message["tool_calls"] = [_whole(call) for _, call in sorted(mine["tool_calls"].items())]
             choices.append({"index": index, "message": message, "finish_reason": mine["finish_reason"]})
         return {**self._head, "object": "chat.completion", "choices": choices}
 
@@ -67,6 +68,22 @@ class ChatStream:
         if self._usage is not None:
             return self._usage
         return CallUsage(input_tokens=self._input_tokens, output_tokens=self.chunks, source="estimated")
+
+
+def _take_tool_call(calls: dict[int, dict[str, Any]], delta: dict[str, Any]) -> None:
+    """A piece of a tool call: the first has its id and name, all have some of its arguments."""
+    mine = calls.setdefault(count(delta.get("index")) or 0, {"arguments": []})
+    function = fields(delta.get("function"))
+    for name, value in (("id", delta.get("id")), ("type", delta.get("type")), ("name", function.get("name"))):
+        if isinstance(value, str) and value:
+            mine.setdefault(name, value)
+    if isinstance(function.get("arguments"), str):
+        mine["arguments"].append(function["arguments"])
+
+
+def _whole(call: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": call.get("name", ""), "arguments": "".join(call["arguments"])}
+    return {"id": call.get("id", ""), "type": call.get("type", "function"), "function": function}
 
 
 def usage_of(value: Any) -> CallUsage | None:

@@ -17,11 +17,22 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from headrace.contracts.account import CallView, advance, view_of
 from headrace.contracts.calls import CallAnswer, CallMessage
 from headrace.contracts.errors import InvalidInput, NotFound, Refused
-from headrace.contracts.ledger import DANGEROUS, AttemptFailed, CallError, CallRecord, Evidence, Failed
+from headrace.contracts.ledger import (
+    DANGEROUS,
+    AttemptFailed,
+    CallError,
+    CallOutcome,
+    CallRecord,
+    Evidence,
+    Failed,
+)
+from headrace.contracts.messages import Blob
+from headrace.gateway import telemetry
 from headrace.gateway.answers import answer_of, conflict, in_progress, refused
 from headrace.gateway.book import Book
 from headrace.gateway.budgets import Budgets, reservations
@@ -50,6 +61,8 @@ FOREVER_S = 10.0**9
 LOOK_AGAIN_S = 0.1
 """How often an asker that waits for a call of somebody else looks at it."""
 
+PAUSE_HERE_S = 2.0
+"""A longer pause before the next attempt is spent in the queue."""
 OWN_AGAIN_S = 1.0
 """The same for a message whose lease lapsed while its gateway still works on it."""
 
@@ -60,6 +73,26 @@ class Later(Struct, frozen=True):
     delay_s: float
     awaiting: str = ""
     """`approval` while a person has to answer."""
+    call: str = ""
+    """Id of the call that waits so."""
+
+
+class NotYet(Exception):
+    """The call goes back to the queue: no intent is written, nothing is taken."""
+
+    def __init__(self, later: Later) -> None:
+        super().__init__(f"not before {later.delay_s:g} s")
+        self.later = later
+
+
+class OtherBody(Exception):
+    """The key stands for another body, as what was said of it beside the ledger shows."""
+
+
+class Denied(Refused):
+    """A person said no: that stands in the evidence, however often it is asked again."""
+
+    code = "denied"
 
 
 class Gate(Protocol):
@@ -69,8 +102,8 @@ class Gate(Protocol):
         """Raise `Refused` for what is denied; return `Later` while a person has yet to approve."""
         ...
 
-    async def turn(self, callee: Callee) -> Callable[[], None]:
-        """Wait for a place at the callee; call what is returned when it is free again."""
+    async def turn(self, asked: Asked) -> Callable[[], None]:
+        """Wait for a place at the callee; call what is returned when it is free again. Raise `NotYet` without one."""
         ...
 
 
@@ -81,6 +114,8 @@ class Place(Struct, frozen=True):
     seq: int
     again: bool = False
     pause_s: float = 0.0
+    live: CallOutcome | None = None
+    """What the callee just said, where its record says less."""
 
 
 class Conductor:
@@ -97,6 +132,7 @@ class Conductor:
         dialer: Dialer,
         testify: Callable[[Evidence], Awaitable[None]],
         alive: Callable[[str, int], Awaitable[bool]],
+        keep: Callable[[Asked], Awaitable[Blob | None]] | None = None,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -109,17 +145,37 @@ class Conductor:
         self._dialer = dialer
         self._testify = testify
         self._alive = alive
+        self._keep = keep
         self._now_us = now_us
         self._pause = pause
         self._under_way: set[tuple[str, str]] = set()
+        self._traces: dict[str, str] = {}
+        """The trace of the call that an asking asks for, by its request."""
         self._dialed: set[tuple[str, str, int]] = set()
         """Attempts that were begun here and have no end yet."""
 
     async def conduct(self, message: CallMessage) -> CallAnswer | Later:
         """Bring a call to where it can be answered. Raise `Unavailable` if the ledger is away: ask again then."""
+        started_ns = time.time_ns()
+        try:
+            answer = await self._conducted(message)
+        finally:
+            traceparent = self._traces.pop(message.request, message.traceparent)
+        if isinstance(answer, Later):
+            telemetry.asked_span(
+                message, None, traceparent, started_ns=started_ns, waits=answer.awaiting or "waiting"
+            )
+        else:
+            telemetry.asked_span(message, answer, traceparent, started_ns=started_ns)
+            telemetry.answered(answer, message.callee)
+        return answer
+
+    async def _conducted(self, message: CallMessage) -> CallAnswer | Later:
         call = message.call or message.request
         try:
             call = name_of(message)
+            if (traceparent := telemetry.traceparent_of(message, call)) != message.traceparent:
+                message = replace(message, traceparent=traceparent)
             key = (message.tenant, call)
             asked = self._read(message, call)
             if key in self._under_way:
@@ -129,6 +185,12 @@ class Conductor:
                 return await self._conduct(asked)
             finally:
                 self._under_way.discard(key)
+        except NotYet as e:
+            return e.later
+        except OtherBody:
+            return conflict(call)
+        except Denied as e:  # the decision itself is on record
+            return refused(call, e)
         except (Refused, InvalidInput, NotFound) as e:
             await self._testify(
                 Evidence(
@@ -148,6 +210,8 @@ class Conductor:
 
     # --- the way -----------------------------------------------------------------------------------
     async def _conduct(self, asked: Asked) -> CallAnswer | Later:
+        taken_s = time.monotonic()
+        self._budgets.ahead(asked.message.tenant, taken_s)
         place = await self._look(asked)
         while True:
             if place.view is not None and place.view.request.fingerprint != asked.fingerprint:
@@ -157,17 +221,21 @@ class Conductor:
                 if not isinstance(standing, Place):
                     return standing
                 place = standing
+            if place.pause_s > PAUSE_HERE_S and place.view is not None and place.view.state == "retrying":
+                return Later(place.pause_s)  # nobody else's place is held meanwhile
             await self._pause(place.pause_s)
             try:
+                self._in_time(asked)
                 if (later := await self._gate.admit(asked)) is not None:
                     return later
-                free = await self._gate.turn(asked.callee)
+                free = await self._gate.turn(asked)
                 try:
-                    begun = await self._begin(asked, place)
+                    begun_at = time.monotonic()
+                    begun = await self._begin(asked, place, taken_s)
                     if begun is None:  # somebody else moved the call
                         place = await self._look(asked)
                         continue
-                    place = await self._attempt(asked, begun)
+                    place = await self._attempt(asked, begun, begun_at)
                 finally:
                     free()
             except Refused as e:
@@ -175,11 +243,17 @@ class Conductor:
                     raise
                 place = await self._give_up(place.view, place.seq, e)
             if not place.again:
-                return in_progress(asked.call) if place.view is None else answer_of(place.view)
+                return (
+                    in_progress(asked.call) if place.view is None else answer_of(place.view, live=place.live)
+                )
 
     async def _look(self, asked: Asked) -> Place:
         stored = await self._ledger.call(asked.message.tenant, asked.call)
-        return Place(view_of(stored.records), stored.seq)
+        view = view_of(stored.records)
+        traceparent = view.request.traceparent if view else asked.message.traceparent
+        if traceparent is not None:
+            self._traces[asked.message.request] = traceparent
+        return Place(view, stored.seq)
 
     async def _beside(self, asked: Asked) -> CallAnswer | Later:
         """What an asking gets while this gateway conducts the same call for another one."""
@@ -204,11 +278,20 @@ class Conductor:
                 return await self._standing(asked, place.view, place.seq)
             if callee.settings.repeat_charged and callee.effect == "cost_bearing":
                 return Place(view, seq)
+        elif view.state == "retrying" and (wait_s := self._retry_in_s(view)) > 0:
+            return Later(wait_s)
         elif view.state == "retrying" or (
             view.state == "failed" and isinstance(end, Failed) and end.retryable
         ):
             return Place(view, seq)
         return answer_of(view, replayed=True)
+
+    def _retry_in_s(self, view: CallView) -> float:
+        """How long the callee asked to be left alone, as far as that is still to come."""
+        end = view.last.end
+        if not isinstance(end, AttemptFailed) or end.retry_after_us is None:
+            return 0.0
+        return (end.at_us + end.retry_after_us - self._now_us()) / SECOND_US
 
     async def _open(self, asked: Asked, view: CallView, seq: int) -> CallAnswer | Later | Place:
         """An intent without an end: of a living owner, of a dead one, or ours, and its answer was lost."""
@@ -242,22 +325,22 @@ class Conductor:
         return answer_of(view)
 
     # --- before the call ---------------------------------------------------------------------------
-    async def _begin(self, asked: Asked, place: Place) -> Place | None:
+    async def _begin(self, asked: Asked, place: Place, taken_s: float) -> Place | None:
         """Write the intent of the next attempt; None if somebody else moved the call first."""
         view, message = place.view, asked.message
         if view is not None and view.last.state == "open":
             return place
         now = self._now_us()
-        if message.deadline_us is not None and now >= message.deadline_us:
-            raise Refused("the call's deadline has passed before it could be made", code="deadline")
-        budgets = await self._budgets.of(message.tenant, message.agent)
+        self._in_time(asked)
+        budgets = await self._budgets.of(message.tenant, message.agent, since_s=taken_s)
         held, unknown = reservations(budgets, worst_case(asked.callee, asked.body), now)
         if unknown:
             budget, price = unknown[0], asked.callee.price
             lacks = "no price" if budget.unit == "micro" and price is None else "no limit of output tokens"
             msg = f"the call has {lacks}, and budget {budget.budget} counts {budget.unit}"
             raise Refused(msg, code="unpriced")
-        intent = intent_of(self._me, asked, view, held, now)
+        body = await self._keep(asked) if self._keep is not None and view is None else None
+        intent = intent_of(self._me, asked, view, held, self._now_us(), body=body)
         crash_point("intent-before-publish")
         try:
             seq = await self._book.write(intent, view, place.seq)
@@ -266,12 +349,17 @@ class Conductor:
         crash_point("intent-acked")
         return Place(advance(view, intent), seq)
 
+    def _in_time(self, asked: Asked) -> None:
+        deadline_us = asked.message.deadline_us
+        if deadline_us is not None and self._now_us() >= deadline_us:
+            raise Refused("the call's deadline has passed before it could be made", code="deadline")
+
     # --- the call and after it ---------------------------------------------------------------------
-    async def _attempt(self, asked: Asked, place: Place) -> Place:
+    async def _attempt(self, asked: Asked, place: Place, begun_at: float) -> Place:
         view = place.view
         if view is None:
             return place
-        intent = view.last.intent
+        intent, span, took_s = view.last.intent, None, None
         until_us = intent.lease_until_us - int(LEASE_GRACE_S * SECOND_US)
         if (intent.owner, intent.epoch) != (self._me.owner, self._me.epoch):  # a dead owner's: see `_open`
             until_us = self._now_us() + int(asked.callee.settings.timeout_s * SECOND_US)
@@ -280,16 +368,25 @@ class Conductor:
             attempted = Attempted(seen=Seen.NOT_SENT, error=late, request_sent=False)
         else:
             self._dialed.add((view.tenant, view.call, intent.attempt))
-            attempted = await self._dial(
-                Order(
-                    call=view.call, tenant=view.tenant, attempt=intent.attempt, callee=asked.callee, body=asked.body,
-                    remote_key=intent.remote_key, until_us=until_us, traceparent=intent.request.traceparent,
-                )
+            order = Order(
+                call=view.call, tenant=view.tenant, attempt=intent.attempt, callee=asked.callee, body=asked.body,
+                remote_key=intent.remote_key, until_us=until_us, traceparent=intent.request.traceparent,
             )  # fmt: skip
+            span = telemetry.attempt_span(asked, order, order.traceparent)
+            dialed_at = time.monotonic()
+            attempted = await self._dial(
+                order if span is None else replace(order, traceparent=span.traceparent)
+            )
+            took_s = time.monotonic() - dialed_at
         crash_point("call-answered")
         after = await self._after(asked.callee, view, place.seq, attempted)
         self._dialed.discard((view.tenant, view.call, intent.attempt))
-        return after
+        telemetry.attempt_ended(span, after.view, intent.attempt, self._me.owner)
+        if took_s is not None:
+            added_s = time.monotonic() - begun_at - took_s
+            usage = attempted.usage if attempted.outcome else None
+            telemetry.attempted(asked, usage, seconds=took_s, added_s=added_s)
+        return replace(after, live=attempted.live)
 
     async def _dial(self, order: Order) -> Attempted:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,10 +19,13 @@ from headrace.contracts.calls import (
     CallDecision,
     CallHistory,
     CallRef,
+    CallsWaiting,
+    CallsWaitingReply,
 )
-from headrace.contracts.errors import Conflict, InvalidInput, NotFound
-from headrace.contracts.ledger import BudgetHead, Evidence, PeriodAccount
+from headrace.contracts.errors import InvalidInput, NotFound
+from headrace.contracts.ledger import BudgetHead, PeriodAccount
 from headrace.gateway.answers import answer_of, held_micro, posted_micro
+from headrace.gateway.approvals import Approvals, Decision
 from headrace.gateway.book import period_name
 from headrace.gateway.budgets import Budgets
 from headrace.gateway.evidence import EvidenceStream
@@ -33,6 +37,7 @@ from headrace.mesh.jsapi import next_message, stream_info
 from headrace.mesh.microservice import ApiServer
 
 MAX_NAMED = 20
+REPLY_MARGIN_BYTES = 1_024
 
 
 class Desk:
@@ -44,12 +49,14 @@ class Desk:
         *,
         ledger: StreamLedger,
         evidence: EvidenceStream,
+        approvals: Approvals,
         budgets: Budgets,
         resolver: Resolver,
     ) -> None:
         self._mesh = mesh
         self._ledger = ledger
         self._evidence = evidence
+        self._approvals = approvals
         self._budgets = budgets
         self._resolver = resolver
 
@@ -57,6 +64,7 @@ class Desk:
         """Add the endpoints."""
         server.endpoint("calls.show", CallRef, self.show)
         server.endpoint("calls.resolve", CallDecision, self.decide, timeout_s=40.0)
+        server.endpoint("calls.waiting", CallsWaiting, self.waiting, timeout_s=30.0)
         server.endpoint("calls.approve", CallApproval, self.approve)
         server.endpoint("calls.deny", CallApproval, self.deny)
         server.endpoint("budget.set", BudgetOrder, self.set_budget)
@@ -69,11 +77,17 @@ class Desk:
         tenant = await self._tenant(request.call, request.tenant)
         records = (await self._ledger.call(tenant, request.call)).records
         evidence = await self._evidence.of(tenant, request.call)
+        if not records and not evidence:
+            raise NotFound(f"no call {request.call!r} of tenant {tenant}", code="unknown_call")
         view = view_of(records)
-        rejected = next((e for e in evidence if e.kind == "rejected"), None)
-        asked = view.request if view else None
-        state = view.state if view else ("refused" if rejected else "awaiting_approval")
-        return CallHistory(
+        rejected = next((e for e in reversed(evidence) if e.kind == "rejected"), None)
+        approval = await self._approvals.of(tenant, request.call)
+        asked = view.request if view else (approval.asked.request if approval.asked else None)
+        if view is not None:
+            state = view.state
+        else:
+            state = {"waiting": "awaiting_approval", "approved": "approved"}.get(approval.state, "refused")
+        history = CallHistory(
             call_id=request.call,
             tenant=tenant,
             state=state,
@@ -85,6 +99,12 @@ class Desk:
             records=[msgspec.to_builtins(r) for r in records],
             evidence=[msgspec.to_builtins(e) for e in evidence],
         )
+        if len(msgspec.json.encode(history)) + REPLY_MARGIN_BYTES > self._mesh.max_payload:
+            for entry in (*history.records, *history.evidence):
+                outcome: dict[str, Any] = entry.get("outcome") or {}
+                if outcome.pop("body", None) is not None:
+                    outcome["body_left_out"] = True
+        return history
 
     async def decide(self, request: CallDecision, _headers: Mapping[str, str]) -> CallAnswer:
         """End a call in doubt."""
@@ -101,31 +121,20 @@ class Desk:
 
     async def approve(self, request: CallApproval, _headers: Mapping[str, str]) -> CallAnswer:
         """Let a call that waits for approval be made."""
-        return await self._approval(request, "approved")
+        return await self._decision(request, "approved")
 
     async def deny(self, request: CallApproval, _headers: Mapping[str, str]) -> CallAnswer:
         """Refuse a call that waits for approval."""
-        return await self._approval(request, "denied")
+        return await self._decision(request, "denied")
 
-    async def _approval(self, request: CallApproval, kind: Any) -> CallAnswer:
+    async def waiting(self, request: CallsWaiting, _headers: Mapping[str, str]) -> CallsWaitingReply:
+        """The calls that wait for approval."""
+        return CallsWaitingReply(calls=await self._approvals.waiting(request.tenant, request.limit))
+
+    async def _decision(self, request: CallApproval, decision: Decision) -> CallAnswer:
         tenant = await self._tenant(request.call, request.tenant)
-        said = {e.kind for e in await self._evidence.of(tenant, request.call)}
-        if "approval_asked" not in said:
-            raise Conflict(f"call {request.call} does not wait for approval", code="no_approval_asked")
-        if kind not in said:
-            if said & {"approved", "denied"}:
-                raise Conflict(f"call {request.call} was decided before", code="already_decided")
-            await self._evidence.store(
-                Evidence(
-                    call=request.call,
-                    tenant=tenant,
-                    kind=kind,
-                    by=request.by,
-                    why=request.why,
-                    at_us=time.time_ns() // 1_000,
-                )
-            )
-        return CallAnswer(call_id=request.call, state="in_progress" if kind == "approved" else "refused")
+        await self._approvals.decide(tenant, request.call, decision, by=request.by, why=request.why)
+        return CallAnswer(call_id=request.call, state="in_progress" if decision == "approved" else "refused")
 
     async def _tenant(self, call: str, given: str | None) -> str:
         """The tenant in which a call stands; raise `NotFound`, or `InvalidInput` if there are several."""
@@ -162,16 +171,23 @@ class Desk:
         return line_of(head)
 
     async def show_budgets(self, request: BudgetQuery, _headers: Mapping[str, str]) -> dict[str, Any]:
-        """The budgets of a tenant as they stand."""
-        heads = await self._budgets.heads(request.tenant or self._mesh.settings.tenant)
+        """The budgets of a tenant, or of all, as they stand."""
+        tenants = [request.tenant] if request.tenant else await self._tenants()
+        heads = [h for tenant in tenants for h in await self._budgets.heads(tenant)]
         lines = [line_of(h.head) for h in heads if request.budget in (None, h.head.budget)]
         if request.budget is not None and not lines:
             raise NotFound(f"no budget {request.budget!r}", code="unknown_budget")
         return {"budgets": lines}
 
+    async def _tenants(self) -> list[str]:
+        """Every tenant that has a budget."""
+        filter_ = self._mesh.subjects.ledger_roster("x").removesuffix("x") + "*"
+        info = await stream_info(self._mesh, self._mesh.topology.ledger, subjects_filter=filter_)
+        return sorted(subject.rpartition(".")[2] for subject in info["state"]["subjects"])
+
     async def verify(self, _request: dict[str, Any], _headers: Mapping[str, str]) -> Verification:
         """Read and fold the whole ledger."""
-        return await verify(self._mesh)
+        return await verify(self._mesh, Path(self._mesh.settings.dir))
 
 
 def line_of(head: BudgetHead) -> BudgetLine:

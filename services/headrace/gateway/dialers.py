@@ -8,13 +8,14 @@ from headrace.gateway.dialing import Attempted, Order
 from headrace.gateway.function_dialer import FunctionDialer
 from headrace.gateway.http_dialer import HttpDialer
 from headrace.mesh.connection import Mesh
+from headrace.mesh.redact import Redactor
 
 
 class Dialers:
     """Functions run on this mesh; everything else is called over HTTP."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._http = HttpDialer()
+    def __init__(self, mesh: Mesh, redactor: Redactor | None = None) -> None:
+        self._http = HttpDialer(redactor)
         self._functions = FunctionDialer(mesh)
 
     async def start(self) -> None:

@@ -34,6 +34,8 @@ class Attempted(Struct, frozen=True, kw_only=True):
     error: CallError = CallError(type="unknown")
     request_sent: bool = True
     retry_after_s: float | None = None
+    live: CallOutcome | None = None
+    """What the caller is told now, where it is more than what is captured."""
     times: CallTimes = CallTimes()
 
 

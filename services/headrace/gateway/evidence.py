@@ -7,8 +7,14 @@ import logging
 from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError
 from headrace.contracts.ledger import Evidence
+from headrace.gateway.ledger import Overtaken
 from headrace.mesh.connection import Mesh
-from headrace.mesh.jsapi import next_message
+from headrace.mesh.jsapi import (
+    WRONG_LAST_SEQUENCE,
+    WRONG_LAST_SUBJECT_SEQUENCE,
+    JetStreamError,
+    next_message,
+)
 from headrace.mesh.publisher import publish
 
 log = logging.getLogger("headrace.gateway")
@@ -30,25 +36,38 @@ class EvidenceStream:
                 extra={"call": evidence.call, "kind": evidence.kind, "reason": str(e)[:200]},
             )
 
-    async def store(self, evidence: Evidence) -> int:
-        """Store one piece and return its sequence; raise if it is not stored."""
-        ack = await publish(
-            self._mesh,
-            self._mesh.topology.evidence,
-            self._mesh.subjects.evidence(evidence.tenant, evidence.call),
-            codec.EVIDENCE.encode(evidence),
-            headers={codec.SCHEMA_HEADER: codec.EVIDENCE.name},
-        )
+    async def store(self, evidence: Evidence, *, expected: int | None = None) -> int:
+        """Store one piece and return its sequence; raise if it is not stored.
+
+        With `expected`, the last sequence of the call's evidence, raise `Overtaken` if there is more by now.
+        """
+        try:
+            ack = await publish(
+                self._mesh,
+                self._mesh.topology.evidence,
+                self._mesh.subjects.evidence(evidence.tenant, evidence.call),
+                codec.EVIDENCE.encode(evidence),
+                headers={codec.SCHEMA_HEADER: codec.EVIDENCE.name},
+                expected_last_subject_seq=expected,
+            )
+        except JetStreamError as e:
+            if e.err_code in (WRONG_LAST_SEQUENCE, WRONG_LAST_SUBJECT_SEQUENCE):
+                raise Overtaken(f"more is known of call {evidence.call} by now") from None
+            raise
         return ack.seq
 
     async def of(self, tenant: str, call: str) -> list[Evidence]:
         """All that is known of a call, oldest first."""
+        return [evidence for evidence, _ in await self.read(tenant, call)]
+
+    async def read(self, tenant: str, call: str) -> list[tuple[Evidence, int]]:
+        """`of`, each piece with its sequence."""
         subject = self._mesh.subjects.evidence(tenant, call)
-        found: list[Evidence] = []
+        found: list[tuple[Evidence, int]] = []
         seq = 0
         while (
             message := await next_message(self._mesh, self._mesh.topology.evidence, subject, seq + 1)
         ) is not None:
-            found.append(codec.EVIDENCE.decode(message.data, message.headers))
             seq = message.sequence
+            found.append((codec.EVIDENCE.decode(message.data, message.headers), seq))
         return found

@@ -19,13 +19,22 @@ from headrace.client.tasks import TaskMaker
 from headrace.contracts import codec
 from headrace.contracts.account import CallView
 from headrace.contracts.codec import SCHEMA_HEADER, TRACEPARENT
-from headrace.contracts.errors import HeadraceError, InvalidInput, NotFound, Refused, Unavailable
+from headrace.contracts.errors import (
+    Conflict,
+    HeadraceError,
+    InvalidInput,
+    NotFound,
+    Refused,
+    Unavailable,
+    Undecodable,
+)
 from headrace.contracts.ledger import CallError, CallOutcome, CallTimes, CallUsage
-from headrace.contracts.messages import FunctionSpec, Result, Task
+from headrace.contracts.messages import FunctionSpec, ItemError, Result, Task
 from headrace.contracts.names import Lane
 from headrace.gateway.callees import Callee
 from headrace.gateway.dialing import Attempted, Order
 from headrace.gateway.verdicts import Seen
+from headrace.mesh.blobs import BlobStore
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.jsapi import (
     WRONG_LAST_SEQUENCE,
@@ -54,6 +63,7 @@ class FunctionDialer:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._objects = BlobStore(mesh)
         self._waiting: dict[str, asyncio.Event] = {}
         self._specs: dict[str, tuple[float, FunctionSpec]] = {}
 
@@ -149,7 +159,16 @@ class FunctionDialer:
         found = await last_message(
             self._mesh, self._mesh.topology.results, self._mesh.subjects.result("call", function, job)
         )
-        return None if found is None else codec.RESULT.decode(found.data, found.headers)
+        if found is None:
+            return None
+        result = codec.RESULT.decode(found.data, found.headers)
+        if result.blob is None:
+            return result
+        try:
+            return codec.RESULT.decode(await self._objects.get(result.blob))
+        except (NotFound, Conflict, Undecodable) as e:
+            error = ItemError(type="result_missing", message=str(e)[:2_048])
+            return replace(result, status="failed", error=error, blob=None)
 
     async def _given_up(self, order: Order, function: str, job: str) -> Attempted:
         """The time is over: the task is taken back. What a worker still makes of it, nobody waits for."""

@@ -1,37 +1,54 @@
-"""Who may call what, whether a person has to say yes first, and how much of a callee is used at once."""
+"""Who may call what, whether a person has to say yes first, and how much of a callee is used at once.
+
+The first rule that fits a call decides. Without any rule everything is allowed; where there are rules, what none of
+them names is denied, unless `default` says otherwise.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from headrace.contracts.errors import Refused
-from headrace.contracts.ledger import Evidence
-from headrace.gateway.callees import Callee
-from headrace.gateway.conduct import Later
-from headrace.gateway.evidence import EvidenceStream
+from headrace.gateway.approvals import Approvals
+from headrace.gateway.conduct import Denied, Later, OtherBody
+from headrace.gateway.limits import Limits
 from headrace.gateway.records import Asked
+from headrace.gateway.turns import Turns
 from headrace.mesh.callee_settings import PolicyRule, PolicySettings
 
-ASK_AGAIN_S = 1.0
-"""How often a call that waits for approval looks whether it has come."""
+SOON_S, LATE_S = 0.5, 10.0
+"""How often a call that waits for approval looks whether it has come: the longer it waits, the less often."""
 
 
 class PolicyGate:
-    """The gate of one gateway. Concurrency and rate are this gateway's own."""
+    """The gate of one gateway. Concurrency and rates are this gateway's own.
 
-    def __init__(self, policy: PolicySettings, evidence: EvidenceStream) -> None:
+    `shown` gives what a person sees of a call's body.
+    """
+
+    def __init__(
+        self,
+        policy: PolicySettings,
+        approvals: Approvals,
+        turns: Turns,
+        *,
+        shown: Callable[[Asked], Awaitable[dict[str, Any]]],
+    ) -> None:
         self._policy = policy
-        self._evidence = evidence
-        self._places: dict[str, asyncio.Semaphore] = {}
-        self._next_at: dict[str, float] = {}
-        self._asked: set[tuple[str, str]] = set()
+        self._approvals = approvals
+        self._turns = turns
+        self._shown = shown
+        self.limits = Limits()
 
     async def admit(self, asked: Asked) -> Later | None:
-        """Raise `Refused` if a rule or a person denies; `Later` while a person has yet to answer."""
-        rule = next((r for r in self._policy.rules if fits(r, asked)), None)
-        action = rule.action if rule else self._policy.default
+        """Raise `Refused` if a rule or a person denies; `Later` while a person has yet to answer.
+
+        Raise `OtherBody` if a person was asked about another body under the same key.
+        """
+        _, rule = self._rule(asked)
+        action = rule.action if rule else self._default()
         if action == "deny":
             why = f": {rule.why}" if rule and rule.why else ""
             msg = f"agent {asked.message.agent} of tenant {asked.message.tenant} may not call {asked.callee.name}{why}"
@@ -40,40 +57,47 @@ class PolicyGate:
             return await self._approval(asked, rule.why if rule else "")
         return None
 
+    async def turn(self, asked: Asked) -> Callable[[], None]:
+        """Wait for a place at the callee; call what is returned when it is free again.
+
+        Raise `NotYet` if a rule's rate or the callee is used up, `Refused` if a rule never lets so much through.
+        """
+        number, rule = self._rule(asked)
+        give_back = (lambda: None) if rule is None else self.limits.take(number, rule, asked)
+        try:
+            free = await self._turns.take(asked.callee, (asked.message.tenant, asked.call))
+        except BaseException:
+            give_back()
+            raise
+
+        def over() -> None:
+            free()
+            give_back()  # of a call that was made, nothing is left to be given back
+
+        return over
+
+    def _rule(self, asked: Asked) -> tuple[int, PolicyRule | None]:
+        return next(((n, r) for n, r in enumerate(self._policy.rules) if fits(r, asked)), (-1, None))
+
+    def _default(self) -> str:
+        return self._policy.default or ("deny" if self._policy.rules else "allow")
+
     async def _approval(self, asked: Asked, why: str) -> Later | None:
         tenant, call = asked.message.tenant, asked.call
-        said = {e.kind: e for e in await self._evidence.of(tenant, call)}
-        if (denied := said.get("denied")) is not None:
-            raise Refused(f"the call was denied: {denied.why or 'no reason given'}", code="denied")
-        if "approved" in said:
+        found = await self._approvals.of(tenant, call)
+        if found.fingerprint not in (None, asked.fingerprint):
+            raise OtherBody
+        if found.state == "approved":
             return None
-        if "approval_asked" not in said and (tenant, call) not in self._asked:
-            await self._evidence.store(
-                Evidence(
-                    call=call, tenant=tenant, kind="approval_asked", by=asked.message.agent, why=why,
-                    at_us=time.time_ns() // 1_000,
-                )
-            )  # fmt: skip
-            self._asked.add((tenant, call))
-        return Later(ASK_AGAIN_S, awaiting="approval")
-
-    async def turn(self, callee: Callee) -> Callable[[], None]:
-        """Wait for a place at the callee, and for its rate."""
-        places = self._places.get(callee.name)
-        if places is None:
-            places = self._places[callee.name] = asyncio.Semaphore(callee.settings.concurrency)
-        await places.acquire()
-        rate = callee.settings.rate_per_s
-        if rate is not None:
-            now = time.monotonic()
-            at = max(now, self._next_at.get(callee.name, 0.0))
-            self._next_at[callee.name] = at + 1.0 / rate
-            try:
-                await asyncio.sleep(at - now)
-            except BaseException:
-                places.release()
-                raise
-        return places.release
+        if found.state == "denied":
+            said = found.decided.why if found.decided else ""
+            raise Denied(f"the call was denied: {said or 'no reason given'}")
+        waited_s = 0.0
+        if found.asked is None:
+            await self._approvals.ask(found, tenant, call, why=why, **await self._shown(asked))
+        else:
+            waited_s = time.time() - found.asked.at_us / 1e6
+        return Later(min(LATE_S, max(SOON_S, waited_s / 30)), awaiting="approval", call=call)
 
 
 def fits(rule: PolicyRule, asked: Asked) -> bool:

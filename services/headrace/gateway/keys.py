@@ -20,7 +20,7 @@ ID_LENGTH = 26
 def call_id(tenant: str, agent: str, key: str) -> str:
     """The id of the call that this key names: 26 characters of base32, 130 bits of a sha256."""
     digest = hashlib.sha256(_joined(tenant, agent, key)).digest()
-    return base64.b32encode(digest).decode()[:ID_LENGTH].lower()
+    return base64.b32encode(digest[:20]).decode()[:ID_LENGTH].lower()
 
 
 def key_hash(key: str) -> str:

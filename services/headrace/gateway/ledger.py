@@ -13,8 +13,19 @@ from msgspec import Struct
 
 from headrace.contracts import codec
 from headrace.contracts.errors import Conflict
-from headrace.contracts.ledger import BudgetHead, CallRecord, Roster
+from headrace.contracts.ledger import (
+    AttemptFailed,
+    BudgetHead,
+    CallRecord,
+    Completed,
+    Failed,
+    InDoubt,
+    Intent,
+    Roster,
+)
+from headrace.gateway.ledger_mark import LedgerMark
 from headrace.mesh.connection import Mesh
+from headrace.mesh.crash import crash_point
 from headrace.mesh.jsapi import (
     WRONG_LAST_SEQUENCE,
     WRONG_LAST_SUBJECT_SEQUENCE,
@@ -27,6 +38,7 @@ from headrace.mesh.wire import OutMessage, header_block
 
 MAX_ENTRIES = MAX_BATCH
 """Entries of one append at most."""
+_ENDS = frozenset({Completed, Failed, AttemptFailed, InDoubt})
 
 
 class Entry(Struct, frozen=True):
@@ -88,10 +100,14 @@ class Ledger(Protocol):
 
 
 class StreamLedger:
-    """The ledger in JetStream: one stream, atomic batches."""
+    """The ledger in JetStream: one stream, atomic batches.
 
-    def __init__(self, mesh: Mesh) -> None:
+    With a `mark` nothing is appended to a ledger that went back: `append` raises `WentBack` then.
+    """
+
+    def __init__(self, mesh: Mesh, mark: LedgerMark | None = None) -> None:
         self._mesh = mesh
+        self._mark = mark
         self._stream = mesh.topology.ledger
         self._headers = {
             schema.name: header_block({codec.SCHEMA_HEADER: schema.name})
@@ -133,6 +149,8 @@ class StreamLedger:
 
     async def append(self, entries: Sequence[Entry]) -> list[int]:
         """One atomic batch; its messages have sequences that follow one another."""
+        if self._mark is not None:
+            await self._mark.sure()
         members = [(self._message(e), e.expected) for e in entries]
         try:
             ack = await store_expecting(self._mesh, self._stream, members)
@@ -141,6 +159,13 @@ class StreamLedger:
                 msg = f"{len(entries)} records are not written: one of them came too late"
                 raise Overtaken(msg) from None
             raise
+        if self._mark is not None:
+            self._mark.wrote(ack.seq)
+        kinds = {type(e.record) for e in entries}
+        if Intent in kinds:
+            crash_point("intent-stored")
+        if kinds & _ENDS:
+            crash_point("end-stored")
         return list(range(ack.seq - len(entries) + 1, ack.seq + 1))
 
     def _message(self, entry: Entry) -> OutMessage:

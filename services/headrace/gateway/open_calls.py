@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from msgspec import Struct
 
-from headrace.contracts import codec
-from headrace.contracts.account import CallView, advance
-from headrace.contracts.ledger import Failed
+from headrace.contracts.account import CallView, LedgerBroken, advance
+from headrace.contracts.errors import Undecodable
+from headrace.contracts.ledger import BudgetHead, Failed, Roster
+from headrace.contracts.ledger_stream import decode
 from headrace.mesh.connection import Mesh
-from headrace.mesh.tail import tail
+from headrace.mesh.tail import Tailed, read_all, tail
+
+log = logging.getLogger("headrace.gateway")
 
 
 class OpenCall(Struct, frozen=True):
@@ -33,21 +37,32 @@ class OpenCalls:
         self.calls: dict[tuple[str, str], OpenCall] = {}
         self.caught_up = asyncio.Event()
 
-    async def follow(self, last_seq: int) -> None:
-        """Follow the ledger for ever; `last_seq` is where it ended when this began."""
-        if last_seq == 0:
-            self.caught_up.set()
+    async def follow(self) -> None:
+        """Follow the ledger for ever."""
+        at, stream = 1, self._mesh.topology.ledger
         filter_ = f"{self._mesh.subjects.prefix}.ledger.>"
-        async for batch in tail(self._mesh, self._mesh.topology.ledger, filter_):
-            for message in batch:
-                if ".ledger.call." in message.subject:
-                    self._take(message.data, message.headers, message.sequence)
-            if batch[-1].sequence >= last_seq:
-                self.caught_up.set()
+        async for batch in read_all(self._mesh, stream, filter_):
+            at = batch[-1].sequence + 1
+            self._take_all(batch)
+        self.caught_up.set()
+        async for batch in tail(self._mesh, stream, filter_, from_seq=at):
+            self._take_all(batch)
 
-    def _take(self, data: bytes, headers: dict[str, str], seq: int) -> None:
-        record = codec.CALL_RECORD.decode(data, headers)
-        key = (record.tenant, record.call)
+    def _take_all(self, batch: list[Tailed]) -> None:
+        for message in batch:
+            if ".ledger.call." not in message.subject:
+                continue
+            try:
+                self._take(message)
+            except (LedgerBroken, Undecodable) as e:
+                # Nobody decides about such a call any more; `ledger verify` names it, and the others go on.
+                log.error("a call's records do not fit together", extra={"reason": str(e)[:300]})  # noqa: TRY400
+
+    def _take(self, message: Tailed) -> None:
+        record = decode(message.subject, message.data, message.headers)
+        if isinstance(record, BudgetHead | Roster):
+            return
+        key, seq = (record.tenant, record.call), message.sequence
         before = self.calls.pop(key, None)
         view = advance(before.view if before else self._resting.pop(key, None), record)
         if not view.terminal or any(a.held for a in view.attempts):

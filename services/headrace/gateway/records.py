@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from headrace.contracts.account import CallView, settle
 from headrace.contracts.calls import CallMessage
@@ -22,6 +23,7 @@ from headrace.contracts.ledger import (
     Intent,
     Reservation,
 )
+from headrace.contracts.messages import Blob
 from headrace.gateway.callees import Body, Callee, actual, worst_case
 from headrace.gateway.dialing import Attempted
 from headrace.gateway.keys import call_id, key_hash
@@ -58,7 +60,15 @@ def name_of(message: CallMessage) -> str:
     return message.call
 
 
-def intent_of(me: Me, asked: Asked, view: CallView | None, held: list[Reservation], now_us: int) -> Intent:
+def intent_of(
+    me: Me,
+    asked: Asked,
+    view: CallView | None,
+    held: list[Reservation],
+    now_us: int,
+    *,
+    body: Blob | None = None,
+) -> Intent:
     """The intent of the next attempt. What was asked, and the key that the callee gets, stay those of the first."""
     callee = asked.callee
     first = None if view is None else view.attempts[0].intent
@@ -70,7 +80,7 @@ def intent_of(me: Me, asked: Asked, view: CallView | None, held: list[Reservatio
         epoch=me.epoch,
         at_us=now_us,
         lease_until_us=now_us + int((callee.settings.timeout_s + LEASE_GRACE_S) * SECOND_US),
-        request=_request(asked) if first is None else first.request,
+        request=replace(request_of(asked), body=body) if first is None else first.request,
         reservations=held,
         asked_by=asked.message.request,
         remote_key=_remote_key(callee, asked.call) if first is None else first.remote_key,
@@ -145,7 +155,8 @@ def given_up(me: Me, view: CallView, error: CallError, now_us: int) -> CallRecor
     return Failed(**common, retryable=True, postings=settle(view.last))
 
 
-def _request(asked: Asked) -> CallRequest:
+def request_of(asked: Asked) -> CallRequest:
+    """What was asked, as records say it."""
     message, callee, body = asked.message, asked.callee, asked.body
     return CallRequest(
         callee=callee.name,
@@ -162,6 +173,7 @@ def _request(asked: Asked) -> CallRequest:
         conversation=message.conversation,
         task=message.task,
         deadline_us=message.deadline_us,
+        traceparent=message.traceparent,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from headrace.contracts.account import AttemptView, CallView, advance, settle, view_of
@@ -55,6 +56,7 @@ class Resolver:
         callees: Callees,
         dialer: Dialer,
         evidence: EvidenceStream,
+        now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
     ) -> None:
         self._me = me
         self._ledger = ledger
@@ -62,6 +64,7 @@ class Resolver:
         self._callees = callees
         self._dialer = dialer
         self._evidence = evidence
+        self._now_us = now_us
         self._asked: dict[tuple[str, str], tuple[int, float]] = {}
         """How often a call was asked about, and when it may be again."""
 
@@ -94,7 +97,7 @@ class Resolver:
         error = CallError(type="owner_died", message="the gateway that made the call died while it was open")
         attempted = Attempted(seen=Seen.DIED, error=error)
         known = callee or Callee(view.request.callee, self._callees.unknown(view.request.effect))
-        record = end_of(self._me, known, view, attempted, more=False, now_us=_now_us())
+        record = end_of(self._me, known, view, attempted, more=False, now_us=self._now_us())
         await self._write(view, call.seq, record)
         crash_point("recovery-classified")
 
@@ -128,6 +131,7 @@ class Resolver:
                 await self._write(view, call.seq, self._completed(view, callee, late, "evidence"))
                 return
             found = await self._dialer.resolve(callee, view)
+            crash_point("resolver-asked")
             if found is None:
                 return
             settled_us = view.last.intent.at_us + int(
@@ -136,7 +140,7 @@ class Resolver:
             if found.seen is Seen.ANSWERED:
                 await self._note(view, "resolver", "applied", found)
                 await self._write(view, call.seq, self._completed(view, callee, found, "resolver"))
-            elif found.seen is Seen.NOT_SENT and _now_us() >= settled_us:
+            elif found.seen is Seen.NOT_SENT and self._now_us() >= settled_us:
                 await self._note(view, "resolver", "not applied", found)
                 await self._write(
                     view, call.seq, self._failed(view, "resolver", "the callee knows no such call")
@@ -170,13 +174,16 @@ class Resolver:
         if view is None:
             raise NotFound(f"no call {call!r} of tenant {tenant}", code="unknown_call")
         if view.last.state != "in_doubt":
+            by_whom = getattr(view.last.end, "resolved_by", None)
             raise Conflict(
-                f"call {call} is {view.state}, not in doubt: nothing is to be resolved", code="not_in_doubt"
+                f"call {call} is {view.state}{f' (by {by_whom})' if by_whom else ''}, not in doubt: nothing is to be "
+                "resolved",
+                code="not_in_doubt",
             )
         await self._evidence.store(
             Evidence(
                 call=call, tenant=tenant, kind="operator", attempt=view.last.intent.attempt, by=by, why=why,
-                at_us=_now_us(),
+                at_us=self._now_us(),
             )
         )  # fmt: skip
         crash_point("operator-noted")
@@ -222,7 +229,7 @@ class Resolver:
     def _common(self, view: CallView) -> dict[str, Any]:
         return {
             "call": view.call, "tenant": view.tenant, "attempt": view.last.intent.attempt, "owner": self._me.owner,
-            "epoch": self._me.epoch, "at_us": _now_us(),
+            "epoch": self._me.epoch, "at_us": self._now_us(),
         }  # fmt: skip
 
     async def _write(self, view: CallView, seq: int, record: CallRecord) -> None:
@@ -237,9 +244,10 @@ class Resolver:
         await self._evidence.testify(
             Evidence(
                 call=view.call, tenant=view.tenant, kind=kind, attempt=view.last.intent.attempt, why=why,  # type: ignore[arg-type]
-                outcome=found.outcome, at_us=_now_us(),
+                outcome=found.outcome, at_us=self._now_us(),
             )
         )  # fmt: skip
+        crash_point("resolver-noted")
 
 
 def _held(attempt: AttemptView) -> dict[Unit, int]:
@@ -248,7 +256,3 @@ def _held(attempt: AttemptView) -> dict[Unit, int]:
     for r in attempt.intent.reservations:
         amounts[r.unit] = max(amounts.get(r.unit, 0), r.amount)
     return amounts
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1_000

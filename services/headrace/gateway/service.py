@@ -16,12 +16,15 @@ from msgspec import Raw
 from headrace.contracts.api import SubmitReply
 from headrace.contracts.calls import CallAnswer, CallAsk
 from headrace.contracts.codec import TRACEPARENT
+from headrace.gateway.approvals import Approvals
 from headrace.gateway.ask import ask
 from headrace.gateway.book import Book
 from headrace.gateway.budgets import Budgets
+from headrace.gateway.call_objects import CallObjects
 from headrace.gateway.call_results import CallResults
 from headrace.gateway.callees import Callees
 from headrace.gateway.calls import Calls
+from headrace.gateway.capture import Capture, CapturingDialer
 from headrace.gateway.conduct import Conductor
 from headrace.gateway.desk import Desk
 from headrace.gateway.dialers import Dialers
@@ -29,15 +32,18 @@ from headrace.gateway.evidence import EvidenceStream
 from headrace.gateway.gate import PolicyGate
 from headrace.gateway.intake import store
 from headrace.gateway.ledger import StreamLedger
-from headrace.gateway.ledger_mark import LedgerMark
+from headrace.gateway.ledger_mark import FILE, LedgerMark
 from headrace.gateway.open_calls import OpenCalls
 from headrace.gateway.owners import Owners
+from headrace.gateway.prompts import Prompts
 from headrace.gateway.requests import read_request
 from headrace.gateway.resolve import Resolver
+from headrace.gateway.telemetry import watch
+from headrace.gateway.turns import Turns
 from headrace.mesh.checks.start import check_start
-from headrace.mesh.jsapi import stream_info
 from headrace.mesh.leases import LeaseKeeper
 from headrace.mesh.microservice import ApiServer
+from headrace.mesh.redact import Redactor
 from headrace.mesh.service import Service
 from headrace.mesh.settings import Settings
 
@@ -70,6 +76,8 @@ class GatewayService(Service):
         self._calls: Calls | None = None
         self._results: CallResults | None = None
         self._dialers: Dialers | None = None
+        self._turns: Turns | None = None
+        self._approvals: Approvals | None = None
         self._mark: LedgerMark | None = None
         self._leases = LeaseKeeper(settings, "gateway")
 
@@ -80,13 +88,23 @@ class GatewayService(Service):
             mesh, (topology.tasks, topology.jobs, topology.calls, topology.ledger, topology.evidence)
         )
         name = self.settings.gateway.name or _unique_name()
-        mark = self._mark = LedgerMark(mesh, Path(self.settings.dir) / "run" / "ledger.json")
+        mark = self._mark = LedgerMark(mesh, Path(self.settings.dir) / FILE)
         await mark.check()
         owners = Owners(mesh)
         me = await owners.begin(name)
-        ledger, evidence = StreamLedger(mesh), EvidenceStream(mesh)
+        ledger, evidence = StreamLedger(mesh, mark), EvidenceStream(mesh)
         book, callees = Book(ledger), Callees(self.settings.callees)
-        dialers = self._dialers = Dialers(mesh)
+        policy, concurrency = self.settings.policy, self.settings.gateway.concurrency
+        keys = [c.api_key_env for c in self.settings.callees.values() if c.api_key_env]
+        redactor = Redactor(policy.redact, keys)
+        capture = Capture(
+            mesh, redactor, inline_bytes=self.settings.gateway.outcome_bytes, requests=policy.capture_requests
+        )
+        dialers = self._dialers = Dialers(mesh, redactor)
+        approvals = self._approvals = Approvals(mesh, evidence)
+        turns = self._turns = Turns(most_waiting=concurrency // 4)
+        gate = PolicyGate(policy, approvals, turns, shown=capture.shown)
+        dialer = CapturingDialer(dialers, capture, gate.limits.used)
         await dialers.start()
         await self._leases.start()
         conductor = Conductor(
@@ -94,25 +112,27 @@ class GatewayService(Service):
             ledger=ledger,
             book=book,
             callees=callees,
-            gate=PolicyGate(self.settings.policy, evidence),
-            dialer=dialers,
+            gate=gate,
+            dialer=dialer,
+            keep=capture.request,
             testify=evidence.testify,
             alive=owners.alive,
         )
         resolver = Resolver(
-            me=me, ledger=ledger, book=book, callees=callees, dialer=dialers, evidence=evidence
+            me=me, ledger=ledger, book=book, callees=callees, dialer=dialer, evidence=evidence
         )
         open_calls = OpenCalls(mesh)
-        last_seq = int((await stream_info(mesh, topology.ledger))["state"]["last_seq"])
-        self.spawn(open_calls.follow(last_seq), "open calls")
+        watch(open_calls)
+        self.spawn(open_calls.follow(), "open calls")
         await open_calls.caught_up.wait()
         found = await resolver.recover(open_calls)
         log.info("gateway lives", extra={"gateway": name, "epoch": me.epoch, "left_open": found})
         self.spawn(resolver.sweep_for_ever(open_calls), "resolver")
         self.spawn(self._leases.watch(), "leases")
         self.spawn(mark.keep(), "ledger mark")
+        self.spawn(CallObjects(mesh, ledger, evidence).sweep_for_ever(), "objects of calls")
         self._calls = Calls(
-            mesh, self._leases, conductor.conduct, concurrency=self.settings.gateway.concurrency
+            mesh, self._leases, conductor.conduct, capture.whole, turns, concurrency=concurrency
         )
         self._results = CallResults(mesh, ledger)
         await self._calls.start()
@@ -124,10 +144,16 @@ class GatewayService(Service):
             max_concurrent=REQUESTS,
         )
         self._api.endpoint("submit", Raw, self._submit)
+        Prompts(mesh).serve(self._api)
         self._api.endpoint("call", CallAsk, self._call, timeout_s=LONGEST_WAIT_S + 10.0)
-        Desk(mesh, ledger=ledger, evidence=evidence, budgets=Budgets(ledger), resolver=resolver).serve(
-            self._api
-        )
+        Desk(
+            mesh,
+            ledger=ledger,
+            evidence=evidence,
+            approvals=approvals,
+            budgets=Budgets(ledger),
+            resolver=resolver,
+        ).serve(self._api)
         await self._api.start()
         # A service that says it is ready is heard. The answer proves that the broker has read the subscriptions
         # before it; a flush would not, since nats-py sends its ping ahead of what waits in its buffer.
@@ -135,6 +161,8 @@ class GatewayService(Service):
 
     async def on_drain(self) -> None:
         """Steps 1 to 3 of a stop."""
+        if self._turns is not None:
+            self._turns.close()
         if self._calls is not None:
             await self._calls.stop(self.settings.grace_s)
         if self._results is not None:
@@ -146,6 +174,8 @@ class GatewayService(Service):
 
     async def on_stop(self) -> None:
         """Step 4 of a stop."""
+        if self._approvals is not None:
+            await self._approvals.close()
         if self._dialers is not None:
             await self._dialers.close()
         await self._leases.stop()

@@ -22,6 +22,7 @@ class Seen(Enum):
     SERVER_ERROR = "a whole answer 5xx"
     BROKEN = "reset or time-out after the first byte was written"
     CUT = "the answer's stream broke after some of it"
+    OVERLONG = "an answer of success with more bytes than are read"
     DIED = "the gateway died while the attempt was open"
 
 
@@ -57,11 +58,19 @@ _BY_EFFECT: Final[dict[Seen, dict[Effect, Verdict]]] = {
         "read": V.AGAIN, "idempotent": V.AGAIN, "cost_bearing": V.PARTIAL,
         "money": V.IN_DOUBT, "destructive": V.IN_DOUBT,
     },
+    # It was done, and asking again would bring as much.
+    Seen.OVERLONG: {
+        "read": V.FAILED, "idempotent": V.PARTIAL, "cost_bearing": V.PARTIAL,
+        "money": V.IN_DOUBT, "destructive": V.IN_DOUBT,
+    },
     Seen.DIED: {
         "read": V.AGAIN, "idempotent": V.AGAIN, "cost_bearing": V.IN_DOUBT,
         "money": V.IN_DOUBT, "destructive": V.IN_DOUBT,
     },
 }  # fmt: skip
+
+
+_UNKNOWN: Final = (Seen.SERVER_ERROR, Seen.BROKEN, Seen.CUT, Seen.OVERLONG, Seen.DIED)
 
 
 def verdict(effect: Effect, seen: Seen) -> Verdict:
@@ -71,7 +80,7 @@ def verdict(effect: Effect, seen: Seen) -> Verdict:
 
 def may_have_applied(effect: Effect, seen: Seen) -> bool:
     """Whether the callee may have acted. A read acts on nothing, however often."""
-    return effect != "read" and seen in (Seen.SERVER_ERROR, Seen.BROKEN, Seen.CUT, Seen.DIED)
+    return effect != "read" and seen in _UNKNOWN
 
 
 def last_verdict(effect: Effect, seen: Seen, *, unknown_before: bool) -> Verdict:

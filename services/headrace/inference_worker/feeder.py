@@ -56,13 +56,16 @@ class Feeder:
         receive: Receive,
         may_pull: Callable[[], bool],
         longest: int = 0,
+        row_tokens: int = 0,
     ) -> None:
         self._mesh = mesh
         self._specs = [spec for _, _, spec in specs]
         self._ledger = ledger
         self._receive = receive
         self._may_pull = may_pull
-        self._sources = [_Source(_lane_state(lane, shape, ledger, longest)) for lane, shape, _ in specs]
+        self._sources = [
+            _Source(_lane_state(lane, shape, ledger, longest, row_tokens)) for lane, shape, _ in specs
+        ]
         self._states = [source.state for source in self._sources]
         self._clock = 0.0
         self._planned = False
@@ -154,6 +157,8 @@ class Feeder:
             self._sweep = self._loop.call_later(SWEEP_S, self._sweep_once)
 
 
-def _lane_state(lane: Lane, shape: int, ledger: TokenLedger, longest: int) -> LaneState:
-    """An item of a shape is counted as 2^shape tokens, or as the longest that can run at all."""
-    return LaneState(lane=lane, shape=shape, upper=min(1 << shape, longest or 1 << shape, ledger.token_limit))
+def _lane_state(lane: Lane, shape: int, ledger: TokenLedger, longest: int, row_tokens: int) -> LaneState:
+    """An item of a shape is counted as 2^shape tokens, or as the longest that can run at all; a row as `row_tokens`."""
+    upper = min(1 << shape, longest or 1 << shape, ledger.token_limit)
+    bound = 0 if shape else min(row_tokens, ledger.token_limit)
+    return LaneState(lane=lane, shape=shape, upper=upper, bound=bound)

@@ -116,6 +116,12 @@ def resolve(item: Item, engine: Engine, spec: FunctionSpec) -> Work:
         traceparent=item.traceparent,
         attempt=delivery.delivered,
     )
+    return prepared(work, engine, spec)
+
+
+def prepared(work: Work, engine: Engine, spec: FunctionSpec) -> Work:
+    """`work`, whose `max_tokens` is the least that it may be, prepared as `resolve` tells."""
+    params = work.params
     work = engine.prepare(work)
     if params.max_tokens is not None:
         return work

@@ -8,9 +8,10 @@ from typing import Final
 from headrace.contracts.errors import Conflict, NotFound, Unavailable
 from headrace.contracts.messages import FunctionSpec
 from headrace.contracts.subjects import MAX_SHAPE, shape_of
+from headrace.forge.plans import ENGINE, rows_spec
 from headrace.inference_worker.engines.protocol import EngineInfo
 from headrace.mesh.connection import Mesh
-from headrace.mesh.provision import get_function, register_function
+from headrace.mesh.provision import get_function, register_function, update_function
 
 log = logging.getLogger("headrace.worker")
 
@@ -28,6 +29,10 @@ def spec_of(name: str, info: EngineInfo) -> FunctionSpec:
     so that a prompt of half the context still works without naming `max_tokens`.
     """
     limit = info.max_model_len
+    if info.rows:
+        return rows_spec(
+            name, engine=info.engine, model=info.model, version=info.version, max_model_len=info.max_model_len
+        )
     top = min(MAX_SHAPE, max(1, shape_of(limit))) if limit else UNLIMITED_SHAPE
     return FunctionSpec(
         name=name,
@@ -47,14 +52,22 @@ async def ensure_function(mesh: Mesh, spec: FunctionSpec) -> FunctionSpec:
     """The registered function that this worker serves; registers `spec` if the name is free.
 
     Where it exists, the stored one counts, since clients validate against it. Raise `Conflict`, in one
-    sentence, if it is another model's: tasks in its queue were tokenised for that one.
+    sentence, if it is another model's: tasks in its queue were tokenised for that one. A function over rows that is
+    registered in another version is registered anew: the rows that it made bear the version that made them.
     """
     try:
         known = await get_function(mesh, spec.name)
     except NotFound:
         await register_function(mesh, spec)
         return spec
-    _refuse_other(known, spec)
+    if known.version != spec.version and _is_another_version(known, spec):
+        known = await update_function(mesh, spec)
+        log.info(
+            "function is registered in another version",
+            extra={"function": spec.name, "version": known.version},
+        )
+    else:
+        _refuse_other(known, spec)
     try:
         await register_function(mesh, known)
     except Unavailable as e:
@@ -62,6 +75,14 @@ async def ensure_function(mesh: Mesh, spec: FunctionSpec) -> FunctionSpec:
         # there.
         log.info("consumers are not looked at", extra={"function": spec.name, "reason": str(e)[:200]})
     return known
+
+
+def _is_another_version(known: FunctionSpec, ours: FunctionSpec) -> bool:
+    """Whether both are the same function over rows, which its author counted on."""
+    return (
+        known.engine == ours.engine == ENGINE
+        and known.model.rpartition("@")[0] == ours.model.rpartition("@")[0]
+    )
 
 
 def _refuse_other(known: FunctionSpec, ours: FunctionSpec) -> None:

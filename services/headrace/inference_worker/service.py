@@ -40,7 +40,7 @@ from headrace.mesh.suspects import SuspectBook
 
 EngineFactory = Callable[[WorkerSettings], Engine]
 """Makes the engine of a worker. A function over rows is hosted the same way: an `Engine` whose `run` answers
-with `Output(value=...)` and that takes rows only is all that a worker needs to serve it.
+with `Output(value=...)` and that takes rows only is all that a worker needs to serve it (`engines/functions.py`).
 """
 
 UNSETTLED_PER_SLOT: Final = 4
@@ -124,6 +124,7 @@ class WorkerService(Service):
             receive=runner.receive,
             may_pull=self._may_pull,
             longest=info.max_model_len or spec.max_model_len,
+            row_tokens=info.row_tokens,
         )
         self.reporter = Reporter(
             mesh, worker=self.worker, function=spec.name, host=self.host, ledger=ledger, runner=runner

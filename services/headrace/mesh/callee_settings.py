@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -68,6 +69,8 @@ class CalleeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Calls of one gateway at once."""
     rate_per_s: Annotated[float, Meta(gt=0, le=10**6)] | None = None
     """Calls that one gateway begins in a second."""
+    max_answer_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 33_554_432
+    """An answer is read up to here; what is longer is cut, and the call ends as such a callee's effect says."""
     approval: bool = False
     """Whether a person has to approve each call first."""
     free: bool = False
@@ -85,15 +88,40 @@ class PolicyRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(max_length=512)] = "*"
     effect: Effect | None = None
     why: Annotated[str, Meta(max_length=512)] = ""
+    """What a refused caller, or who has to approve, is told."""
+    max_tokens_per_call: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+    """A call that may take more (its input, counted as bytes, and its output limit) is refused."""
+    calls_per_min: Annotated[float, Meta(gt=0, le=10**7)] | None = None
+    """Calls that one gateway begins in a minute; further ones wait."""
+    tokens_per_min: Annotated[int, Meta(ge=1, le=10**12)] | None = None
+    """Tokens that these may take; what a call did not need is given back."""
+    per: Literal["agent", "tenant", "rule"] = "agent"
+    """Whom the two rates count: each agent of each tenant, each tenant, or all that the rule fits together."""
+
+    def __post_init__(self) -> None:
+        limits = (self.max_tokens_per_call, self.calls_per_min, self.tokens_per_min)
+        if self.action == "deny" and any(limit is not None for limit in limits):
+            raise ValueError("a rule that denies has no limits")
 
 
 class PolicySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[policy]`: who may call what."""
 
     rules: list[PolicyRule] = []
-    default: Literal["allow", "deny"] = "allow"
+    default: Literal["allow", "deny"] | None = None
+    """What becomes of a call that no rule fits. By default it is denied where there are rules, else allowed."""
     redact: list[Annotated[str, Meta(max_length=256)]] = []
-    """Regular expressions; what they match in captured bodies is replaced."""
+    """Regular expressions; what they match in captured bodies and errors is replaced. A live answer stays as it is."""
+    capture_requests: bool = False
+    """Whether the body of each call is kept beside its records, redacted, as an object."""
+
+    def __post_init__(self) -> None:
+        for pattern in self.redact:
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                msg = f"policy.redact: {pattern!r} is no regular expression: {e}"
+                raise ValueError(msg) from None
 
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

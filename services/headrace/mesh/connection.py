@@ -61,6 +61,8 @@ class Mesh:
         self.closed = asyncio.Event()
         self.losses = 0
         """How often the connection was lost: what was delivered before a loss may be unknown to the broker after it."""
+        self.read_by_subject: set[str] = set()
+        """Streams of which this user may read some subjects only, as far as that was found out."""
         self._reconnected: list[Callable[[], None]] = []
         self._inbox = f"_INBOX.{self.name}.{NUID().next().decode()}"
         self._numbers = itertools.count()

@@ -1,6 +1,7 @@
 """Named crash points: a chaos test kills the process exactly there; in production they cost nothing.
 
-`HEADRACE_CRASH_AT=results-published:3` ends the process with SIGKILL on the third pass of that point.
+`HEADRACE_CRASH_AT=results-published:3` ends the process with SIGKILL on the third pass of that point. With
+`results-published:3:hold` the first two stay at the point, so that three are there when the process dies.
 """
 
 from __future__ import annotations
@@ -9,8 +10,18 @@ import os
 import signal
 
 _spec = os.environ.get("HEADRACE_CRASH_AT", "")
-_name, _, _nth = _spec.partition(":")
+_name, _, _rest = _spec.partition(":")
+_nth, _, _hold = _rest.partition(":")
 _left = int(_nth) if _nth.isdigit() else 1
+
+
+class Held(BaseException):
+    """Nobody catches it: who passed a point stays there for as long as the process lives."""
+
+
+def armed() -> bool:
+    """Whether this process is to die at some point: what stands before a point is then really done, at some cost."""
+    return bool(_name)
 
 
 def crash_point(name: str) -> None:
@@ -20,3 +31,5 @@ def crash_point(name: str) -> None:
         _left -= 1
         if _left <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if _hold:
+            raise Held(name)

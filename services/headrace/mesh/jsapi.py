@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from headrace.contracts.errors import HeadraceError, NotFound
+from headrace.contracts.errors import HeadraceError, NotFound, Unavailable
 from headrace.mesh.connection import Mesh
 
 WRONG_LAST_SEQUENCE = 10071
@@ -24,6 +24,7 @@ STREAM_EXISTS = 10058
 CONSUMER_EXISTS = (10148, 10013)
 STREAM_STORE_FAILED = 10077
 RESOURCES_EXCEEDED = 10023
+_DIRECT_HEADERS = ("Nats-Stream", "Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp", "Nats-Num-Pending")
 STREAM_IS_FULL = (STREAM_STORE_FAILED, RESOURCES_EXCEEDED, 10047)
 """Limits of the stream or of the server (10047: storage) refuse the message; what was stored stays."""
 
@@ -89,8 +90,34 @@ class StoredMessage(Struct, frozen=True, kw_only=True):
 
 
 async def last_message(mesh: Mesh, stream: str, subject: str) -> StoredMessage | None:
-    """The newest message of `subject`, or None."""
-    return await _message(mesh, stream, {"last_by_subj": subject})
+    """The newest message of `subject`, or None.
+
+    A user who may not read the whole stream may be let read some of its subjects, by `DIRECT.GET`. On replicas that may
+    be a moment behind, which a compare-and-set finds out.
+    """
+    if stream not in mesh.read_by_subject:
+        try:
+            return await _message(mesh, stream, {"last_by_subj": subject})
+        except Unavailable as e:
+            if e.code != "denied":
+                raise
+        mesh.read_by_subject.add(stream)
+    return await _direct(mesh, stream, subject)
+
+
+async def _direct(mesh: Mesh, stream: str, subject: str) -> StoredMessage | None:
+    answer = await mesh.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"")
+    headers = dict(answer.headers or {})
+    if headers.get("Status") == "404":
+        return None
+    if "Nats-Sequence" not in headers:
+        raise Unavailable(
+            f"{subject} of {stream} cannot be read: {headers.get('Description', 'no reason given')[:200]}"
+        )
+    own = {k: v for k, v in headers.items() if k not in _DIRECT_HEADERS}
+    return StoredMessage(
+        subject=headers["Nats-Subject"], sequence=int(headers["Nats-Sequence"]), data=answer.data, headers=own
+    )
 
 
 async def get_message(mesh: Mesh, stream: str, sequence: int) -> StoredMessage | None:

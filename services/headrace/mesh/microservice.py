@@ -51,6 +51,7 @@ _BY_STATUS = {
 
 Req = TypeVar("Req")
 Handler = Callable[[Req, Mapping[str, str]], Awaitable[Any]]
+NamedHandler = Callable[[str, bytes, Mapping[str, str]], Awaitable[Any]]
 
 
 class ApiServer:
@@ -81,20 +82,39 @@ class ApiServer:
         """Serve `hr.api.<name>`: requests are decoded into `request_type`, what `handler` returns is encoded."""
         decode = msgspec.json.Decoder(request_type).decode
 
+        async def work(request: Request) -> Any:
+            try:
+                body = decode(request.data or b"{}")
+            except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+                why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)[:300].replace(*_NAMES)
+                msg = f"request of {name} is wrong: {why}"
+                raise InvalidInput(msg) from None
+            return await handler(body, request.headers or {})
+
+        self._add(name, self._mesh.subjects.api(name), work, timeout_s)
+
+    def endpoint_of_each(self, name: str, handler: NamedHandler, *, timeout_s: float = 15.0) -> None:
+        """Serve `hr.api.<name>.<token>` for every token: `handler` gets the token, and the bytes as they came."""
+
+        async def work(request: Request) -> Any:
+            token = request.subject.rpartition(".")[2]
+            return await handler(token, bytes(request.data or b""), request.headers or {})
+
+        self._add(name, f"{self._mesh.subjects.api(name)}.*", work, timeout_s)
+
+    def _add(
+        self, name: str, subject: str, work: Callable[[Request], Awaitable[Any]], timeout_s: float
+    ) -> None:
         async def serve(request: Request) -> None:
             # nats.micro awaits one handler at a time; a task for each keeps a slow one from blocking others.
             if len(self._tasks) >= self._max_concurrent:
                 await self._error(request, Unavailable(f"{name} is busy: try again", code="busy"))
                 return
-            task = asyncio.get_running_loop().create_task(
-                self._answer(name, request, decode, handler, timeout_s)
-            )
+            task = asyncio.get_running_loop().create_task(self._answer(name, request, work, timeout_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        self._endpoints.append(
-            EndpointConfig(name=name.replace(".", "-"), subject=self._mesh.subjects.api(name), handler=serve)
-        )
+        self._endpoints.append(EndpointConfig(name=name.replace(".", "-"), subject=subject, handler=serve))
 
     async def start(self) -> None:
         """Begin to serve."""
@@ -118,22 +138,15 @@ class ApiServer:
         self,
         name: str,
         request: Request,
-        decode: Callable[[bytes], Any],
-        handler: Handler[Any],
+        work: Callable[[Request], Awaitable[Any]],
         timeout_s: float,
     ) -> None:
         # Published, not requested: nobody waits for an answer, so nothing is done.
         if not request._msg.reply:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  (there is no public way)
             return
         try:
-            try:
-                body = decode(request.data or b"{}")
-            except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-                why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)[:300].replace(*_NAMES)
-                msg = f"request of {name} is wrong: {why}"
-                raise InvalidInput(msg) from None
             async with asyncio.timeout(timeout_s):
-                reply = await handler(body, request.headers or {})
+                reply = await work(request)
             data = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
             if len(data) + 512 > self._mesh.max_payload:
                 msg = f"the answer has {len(data)} bytes, more than the broker carries: ask for less"
@@ -162,11 +175,13 @@ class ApiServer:
             log.warning("an answer could not be sent", extra={"reason": str(e)[:200]})
 
 
-async def call_api(mesh: Mesh, name: str, request: Any, *, timeout_s: float = 5.0) -> bytes:
+async def call_api(
+    mesh: Mesh, name: str, request: Any, *, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None
+) -> bytes:
     """Ask `hr.api.<name>` and return the body; raise the error of the answer as the class that it was."""
     data = request if isinstance(request, bytes) else msgspec.json.encode(request)
     try:
-        answer = await mesh.request(mesh.subjects.api(name), data, timeout_s=timeout_s)
+        answer = await mesh.request(mesh.subjects.api(name), data, timeout_s=timeout_s, headers=headers)
     except Unavailable as e:
         if e.code == "no_responders":
             msg = f"no service answers {mesh.subjects.api(name)}: is it running?"

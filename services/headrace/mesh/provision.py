@@ -167,6 +167,28 @@ async def register_function(mesh: Mesh, spec: FunctionSpec) -> None:
     _refuse(drift)
 
 
+async def update_function(mesh: Mesh, spec: FunctionSpec) -> FunctionSpec:
+    """Put `spec` in the place of the registered one, and return what is registered then: somebody else's, if they were
+    faster. The consumers must be the same: raise `Conflict` if they are not.
+    """
+    key = f"$KV.{mesh.topology.functions_bucket}.{spec.name}"
+    stream = f"KV_{mesh.topology.functions_bucket}"
+    stored = await last_message(mesh, stream, key)
+    if stored is None or not stored.data:
+        await register_function(mesh, spec)
+        return spec
+    known = codec.FUNCTION.decode(stored.data)
+    if (known.lanes, known.shapes()) != (spec.lanes, spec.shapes()):
+        msg = f"function {spec.name!r} is registered with other lanes or shapes: headrace init --unregister {spec.name}"
+        raise Conflict(msg, code="other_function")
+    try:
+        data = codec.FUNCTION.encode(spec)
+        await publish(mesh, stream, key, data, expected_last_subject_seq=stored.sequence)
+    except JetStreamError:
+        return await get_function(mesh, spec.name)
+    return spec
+
+
 async def unregister_function(mesh: Mesh, name: str) -> None:
     """Forget a function and its consumers, so that the name can be registered for another model.
 

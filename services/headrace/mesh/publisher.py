@@ -176,9 +176,9 @@ async def publish_all(
 
 
 async def store_expecting(
-    mesh: Mesh, stream: str, members: Sequence[tuple[OutMessage, int]], *, timeout_s: float = 10.0
+    mesh: Mesh, stream: str, members: Sequence[tuple[OutMessage, int | None]], *, timeout_s: float = 10.0
 ) -> PubAck:
-    """Store all members (1..1000) or none, each only if its subject's last sequence is the number beside it.
+    """Store all members (1..1000) or none, each only if its subject's last sequence is the number beside it, if any.
 
     Everything is sent at once: one round trip. Sequences of the members follow one another, `seq` is the last one's.
     Raise `JetStreamError` if nothing is stored (10071: a number was wrong), `Unavailable` if that is not known.

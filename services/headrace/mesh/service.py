@@ -141,15 +141,17 @@ def run_service(factory: Callable[[Settings], Service], settings: Settings) -> i
     service_name = getattr(factory, "name", "service")
     setup_logging(service_name, settings.log_level)
     # The tracing room is imported here since it needs the SDK, which most tests of services do without.
-    from headrace.mesh import tracing
+    from headrace.mesh import metrics, tracing
 
     tracing.setup_tracing(service_name)
+    metrics.setup_metrics(service_name)
     gc.set_threshold(*GC_THRESHOLD)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(factory, settings))
     finally:
         tracing.shutdown_tracing()
+        metrics.shutdown_metrics()
 
 
 def write_ready_file(path: Path) -> None:

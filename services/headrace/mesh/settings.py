@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from headrace.contracts.errors import InvalidInput, NotFound
 from headrace.contracts.names import Token
 from headrace.mesh.callee_settings import CalleeSettings, GatewaySettings, PolicySettings
+from headrace.mesh.forge_settings import ForgeSettings, FunctionSettings
 
 DEFAULT_DIR = ".headrace"
 CONFIG_FILE = "headrace.toml"
@@ -60,6 +61,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Name in reports and results; by default made of host, process and chance."""
     token_timeout_s: Seconds = 120.0
     """Running items and no token for this long: the engine is taken for dead."""
+    functions: Annotated[str, Meta(max_length=4_096)] = ""
+    """Functions over rows to serve, instead of `function`: `pkg.mod` for all of a module, `pkg.mod:name`, or built-in
+    ones by name (`embed`, `classify`, `generate`); several with commas.
+    """
 
 
 class CompletionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,13 +85,15 @@ class CompletionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 class AgentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Agents: how often a message is tried, how far it may travel, how much recording may wait."""
 
-    max_tries: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    message_tries: Annotated[int, Meta(ge=1, le=1_000)] = 5
     """Deliveries of a message before it becomes a dead letter without being handled again."""
     retry_s: Seconds = 1.0
     """Pause after a first failed try; it doubles with each further one, up to `retry_cap_s`."""
     retry_cap_s: Seconds = 30.0
     max_hops: Annotated[int, Meta(ge=1, le=10_000)] = 64
     """Messages that may follow from one another before the conversation is ended."""
+    patience_s: Seconds = 60.0
+    """How long an agent waits for room in a mailbox; after it the mail is undelivered, and the agent is told."""
     capture_records: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
     """Records of what agents did that wait for the broker; further ones are dropped and counted."""
 
@@ -111,7 +118,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_bytes: Annotated[int, Meta(ge=-1)] = -1
     """Bound of the task and result streams in bytes each; full streams refuse. -1 = the broker's own."""
     mailbox_messages: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
-    """Messages that one lane of an agent's mailbox holds; a full one refuses, and the sender is told."""
+    """Messages of one sender that one lane of an agent's mailbox holds; more are refused, and the sender is told."""
     large_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 524_288
     """A task with more bytes than this has its prompt in the object store, and so has one too large for a message."""
     max_item_bytes: Annotated[int, Meta(ge=1_024, le=67_108_864)] = 32_000_000
@@ -132,6 +139,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may call what: rules, of which the first that fits decides."""
     callees: dict[Token, CalleeSettings] = {}
     """What can be called, by name."""
+    forge: ForgeSettings = ForgeSettings()
+    functions: dict[Token, FunctionSettings] = {}
+    """How single functions over rows run, by name."""
 
     def __post_init__(self) -> None:
         if self.max_item_bytes < self.large_item_bytes:
@@ -139,6 +149,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"max_item_bytes {self.max_item_bytes} is less than large_item_bytes {self.large_item_bytes}"
             )
             raise ValueError(msg)
+        for number, rule in enumerate(self.policy.rules, 1):
+            if not rule.callee.endswith("*") and rule.callee not in (*self.callees, "generate"):
+                msg = f"policy.rules: rule {number} names callee {rule.callee!r}, which is not declared"
+                raise ValueError(msg)
 
 
 _SECTIONS = {
@@ -147,9 +161,10 @@ _SECTIONS = {
     "gateway": GatewaySettings,
     "agent": AgentSettings,
     "policy": PolicySettings,
+    "forge": ForgeSettings,
 }
-"""Sections of plain settings; `[callees.NAME]` stand beside them."""
-_IN_FILES_ONLY = ("policy", "callees")
+"""Sections of plain settings; `[callees.NAME]` and `[functions.NAME]` stand beside them."""
+_IN_FILES_ONLY = ("policy", "callees", "functions")
 """Sections that no flag and no environment variable can give."""
 
 

@@ -22,7 +22,7 @@ from headrace.contracts import codec
 from headrace.contracts.errors import HeadraceError, Refused, Unavailable
 from headrace.contracts.messages import DeadLetter
 from headrace.mesh import wire
-from headrace.mesh.acks import Acker
+from headrace.mesh.acks import ACK, Acker
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import Delivery
 from headrace.mesh.crash import crash_point
@@ -205,6 +205,12 @@ class Settler:
         if self._leases is not None:
             self._leases.discard(delivery)
 
+    def ack_soon(self, delivery: Delivery) -> None:
+        """Ack without waiting for the broker's word: for whoever recognises a redelivery by its own committed state."""
+        wire.send_nowait(self._mesh.nc, (wire.frame(OutMessage(delivery.reply, ACK)),))
+        if self._leases is not None:
+            self._leases.discard(delivery)
+
     def nak(self, delivery: Delivery, delay_s: float) -> None:
         """Give a message back without waiting; always with a delay, since a bare nak burns tries at once."""
         body = b'-NAK {"delay": %d}' % max(1, int(delay_s * 1e9))
@@ -235,9 +241,27 @@ async def dead_letter(mesh: Mesh, delivery: Delivery, reason: str, *, origin: st
         tries=delivery.delivered,
         at_us=time.time_ns() // 1_000,
     )
+    await _bury(mesh, letter, f"{delivery.stream}.{delivery.stream_seq}")
+
+
+async def lost_message(mesh: Mesh, message: OutMessage, reason: str, *, origin: str, key: str) -> None:
+    """`dead_letter` for a message that no stream took: `key` names it."""
+    lines = message.headers.decode().split("\r\n")
+    letter = DeadLetter(
+        origin=origin,
+        subject=message.subject,
+        reason=reason[:2_048],
+        data=message.data,
+        headers=dict(line.split(": ", 1) for line in lines if ": " in line),
+        at_us=time.time_ns() // 1_000,
+    )
+    await _bury(mesh, letter, key)
+
+
+async def _bury(mesh: Mesh, letter: DeadLetter, key: str) -> None:
     data = codec.DEAD_LETTER.encode(letter)
     if len(data) + 1_024 > mesh.max_payload:  # base64 grows: keep what fits, and say how much there was
-        note = f"{reason[:1_900]} (cut: the message had {len(delivery.data)} bytes)"
+        note = f"{letter.reason[:1_900]} (cut: the message had {len(letter.data)} bytes)"
         room = max(0, (mesh.max_payload - 8_192) * 3 // 4 - 4_096)
         data = codec.DEAD_LETTER.encode(_cut(letter, room, note))
     attempt = 0
@@ -246,10 +270,10 @@ async def dead_letter(mesh: Mesh, delivery: Delivery, reason: str, *, origin: st
             await publish(
                 mesh,
                 mesh.topology.dead,
-                mesh.subjects.dead(origin),
+                mesh.subjects.dead(letter.origin),
                 data,
                 headers={codec.SCHEMA_HEADER: codec.DEAD_LETTER.name},
-                msg_id=f"{delivery.stream}.{delivery.stream_seq}",
+                msg_id=key,
             )
         except Unavailable as e:
             if mesh.closed.is_set():
@@ -262,7 +286,7 @@ async def dead_letter(mesh: Mesh, delivery: Delivery, reason: str, *, origin: st
             await asyncio.sleep(delay)
         else:
             log.warning(
-                "message is dead-lettered", extra={"subject": delivery.subject, "reason": reason[:300]}
+                "message is dead-lettered", extra={"subject": letter.subject, "reason": letter.reason[:300]}
             )
             return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from msgspec import Struct
@@ -18,8 +18,8 @@ from headrace.mesh.jsapi import JetStreamError, call, stream_info
 log = logging.getLogger("headrace.mesh")
 
 BATCH = 1_000
-LOOK_S, TICK_S = 5.0, 0.1
-"""How often it is looked whether the consumer is still there, and how soon after a lost connection."""
+FIRST_LOOK_S, LOOK_S, TICK_S = 1.0, 5.0, 0.1
+"""How often it is looked whether the consumer is still there, at first and later; how soon after a lost connection."""
 IDLE_S = 30.0
 """The broker removes the consumer when nobody has pulled for this long."""
 
@@ -80,7 +80,14 @@ async def _read(
     consumer = BatchConsumer(mesh, spec, batch=BATCH, wait_s=0.01, window=4 * BATCH)
     losses, expected = mesh.losses, 1
     await consumer.start()
-    watch = asyncio.get_running_loop().create_task(_stop_when_gone(mesh, spec, consumer))
+
+    def is_over(info: dict[str, Any]) -> bool:
+        """A damaged message at the end is never given out: the broker has no more, and all that it gave is here."""
+        given = int(info["delivered"]["consumer_seq"])
+        return until_seq is not None and int(info["num_pending"]) == 0 and given == expected - 1
+
+    over = asyncio.Event()
+    watch = asyncio.get_running_loop().create_task(_stop_when_gone(mesh, spec, consumer, is_over, over))
     try:
         async for deliveries in consumer:
             out: list[Tailed] = []
@@ -95,27 +102,42 @@ async def _read(
             last = deliveries[-1]
             if until_seq is not None and (last.stream_seq >= until_seq or last.pending == 0):
                 return
+        if over.is_set():
+            return
         raise Unavailable("its consumer is gone")
     finally:
         watch.cancel()
         await consumer.stop()
 
 
-async def _stop_when_gone(mesh: Mesh, spec: ConsumerSpec, consumer: BatchConsumer) -> None:
-    """End the reading when the consumer is not there any more: the broker was restarted, or has removed it."""
-    losses = mesh.losses
+async def _stop_when_gone(
+    mesh: Mesh,
+    spec: ConsumerSpec,
+    consumer: BatchConsumer,
+    is_over: Callable[[dict[str, Any]], bool],
+    over: asyncio.Event,
+) -> None:
+    """End the reading when the consumer is not there any more: the broker was restarted, or has removed it.
+
+    Or when nothing more is to come: `over` is set then.
+    """
+    losses, look_s = mesh.losses, FIRST_LOOK_S
     while True:
-        for _ in range(int(LOOK_S / TICK_S)):
+        for _ in range(int(look_s / TICK_S)):
             await asyncio.sleep(TICK_S)
             if mesh.losses != losses and mesh.connected:
                 losses = mesh.losses
                 break
         try:
-            await call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+            info = await call(mesh, f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
         except JetStreamError:
             break
         except HeadraceError:
             continue
+        if is_over(info):
+            over.set()
+            break
+        look_s = min(LOOK_S, look_s * 2)
     await consumer.stop()
 
 

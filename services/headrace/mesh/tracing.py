@@ -10,6 +10,7 @@ Contexts are passed by hand, never by a "current" span: thousands of items are o
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -35,11 +36,14 @@ from headrace.contracts.codec import TRACEPARENT
 from headrace.mesh import semconv
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
     from headrace.contracts.messages import Choice, Usage
 
 log = logging.getLogger("headrace.tracing")
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_INSTANCE = str(uuid.uuid4())
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -73,7 +77,6 @@ def setup_tracing(service: str) -> None:
     if _tracer is not None or not configured():
         return
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -82,18 +85,24 @@ def setup_tracing(service: str) -> None:
     )
     if protocol and protocol != "http/protobuf":
         log.warning("OTLP protocol %s is not spoken here: spans go out as http/protobuf", protocol)
+    # No exit handler: the SDK's waits up to 30 s for a receiver that is down. `shutdown_tracing` has a bound.
+    provider = TracerProvider(resource=resource_of(service), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    _provider, _tracer = provider, provider.get_tracer("headrace")
+
+
+def resource_of(service: str) -> Resource:
+    """What this process is, for its spans and its metrics alike."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
     ours = Resource(
         {
             "service.namespace": "headrace",
             "service.name": f"headrace-{service}",
-            "service.instance.id": str(uuid.uuid4()),
+            "service.instance.id": _INSTANCE,
         }
     )
-    resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
-    # No exit handler: the SDK's waits up to 30 s for a receiver that is down. `shutdown_tracing` has a bound.
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    _provider, _tracer = provider, provider.get_tracer("headrace")
+    return Resource.create().merge(ours).merge(OTELResourceDetector().detect())
 
 
 def shutdown_tracing(timeout_s: float = 5.0) -> None:
@@ -138,6 +147,7 @@ def inject(span: Span | SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & TraceFlags.SAMPLED:02x}"
 
 
+@functools.lru_cache(maxsize=1_024)
 def trace_id(traceparent: str | None) -> str | None:
     """The trace id in a `traceparent`, 32 hex digits; None if there is none."""
     return traceparent[3:35] if parse_traceparent(traceparent) is not None and traceparent else None

@@ -40,6 +40,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     engine_options: list[str] = []
     grace_s: float | None = None
     ready_timeout_s: float = 300.0
+    functions: str = ""
 
 
 def run_foreground(options: UpOptions) -> int:
@@ -64,6 +65,11 @@ def run_foreground(options: UpOptions) -> int:
 
 
 def _make_plan(options: UpOptions, layout: Layout) -> tuple[Plan, int]:
+    if options.functions:
+        # Before anything is started: a module that is not there would end its worker again and again.
+        from headrace.inference_worker.functions import check_functions
+
+        check_functions(options.functions)
     engine = engine_choice(options.engine, layout.folder)
     model = model_choice(engine, options.model, layout.folder)
     port = choose_port(layout, options.port)
@@ -96,6 +102,7 @@ def _make_plan(options: UpOptions, layout: Layout) -> tuple[Plan, int]:
         gateways=options.gateways,
         lifeline=reading_end,
         worker_flags=tuple(flags),
+        functions=options.functions,
     )
     return plan, writing_end
 
@@ -192,6 +199,7 @@ def _announce(plan: Plan, state: MeshState) -> None:
         f"data plane  {plan.settings.completion.database or plan.layout.database}",
         f"logs        {plan.layout.logs}",
         f"workers     {plan.workers} × {state.engine}{model}, function {state.function}",
+        *([f"functions   {plan.functions}"] if plan.functions else []),
         f"processes   {', '.join(f'{name} {pid}' for name, pid in state.pids.items())}",
         f"ready {state.url}",
     ]

@@ -19,6 +19,7 @@ from headrace.mesh.server import NatsServer
 from headrace.mesh.settings import Settings
 
 SERVER = "nats-server"
+FUNCTIONS = "functions"
 STOP_MARGIN_S = 8.0
 """What a service may take beyond its own grace (5 s for the last acks, then freeing its engine) before it is killed."""
 
@@ -34,6 +35,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     lifeline: int = -1
     """Reading end of the pipe that ties the services to us."""
     worker_flags: tuple[str, ...] = ()
+    functions: str = ""
+    """Functions over rows that one more worker serves, as `headrace worker --functions` takes them."""
 
     def server(self) -> ChildSpec:
         """The broker."""
@@ -57,15 +60,20 @@ class Plan(Struct, frozen=True, kw_only=True):
         ]
 
     def worker_specs(self) -> list[ChildSpec]:
-        """The workers: `worker-1`, `worker-2`, …"""
-        return [
+        """The workers: `worker-1`, `worker-2`, …, and the one that serves functions over rows."""
+        specs = [
             self._service(name, "worker", "--name", name, *self.worker_flags)
             for name in (f"worker-{i}" for i in range(1, self.workers + 1))
         ]
+        if self.functions:
+            flags = ("--name", FUNCTIONS, *self.worker_flags, "--functions", self.functions)
+            specs.append(self._service(FUNCTIONS, "worker", *flags))
+        return specs
 
     def stop_order(self) -> list[list[str]]:
         """Workers first, then the gateways, so that what they finish still lands; the broker last."""
         workers = [f"worker-{i}" for i in range(1, self.workers + 1)]
+        workers += [FUNCTIONS] if self.functions else []
         return [workers, self._gateways(), ["completion"], [SERVER]]
 
     def _gateways(self) -> list[str]:

@@ -61,6 +61,12 @@ class EngineInfo:
     tokenizer: str = ""
     tokenizer_fingerprint: str = ""
     queues: bool = False
+    rows: bool = False
+    """It takes rows and no prompts: there is one shape for all of them."""
+    row_tokens: int = 0
+    """What a row is taken for until some have come: their queue says nothing of their size."""
+    version: str = ""
+    """Of a function over rows."""
 
 
 class Work(Struct, frozen=True, kw_only=True):

@@ -44,27 +44,31 @@ async def read_mark(mesh: Mesh, stream: str) -> Mark | None:
         return None
     state = info["state"]
     last = int(state["last_seq"])
+    digest = await _digest(mesh, stream, last)
     return Mark(
         stream=stream,
         created=str(info["created"]),
         last_seq=last,
         messages=int(state["messages"]),
-        digest=await _digest(mesh, stream, last),
+        digest=digest if isinstance(digest, str) else None,
     )
 
 
-async def find_loss(mesh: Mesh, mark: Mark) -> str | None:
-    """One sentence if the stream of `mark` has lost something since, None if not; looks again before it says so."""
-    loss = await _compare(mesh, mark)
+async def find_loss(mesh: Mesh, mark: Mark, *, kept: bool = False) -> str | None:
+    """One sentence if the stream of `mark` has lost something since, None if not; looks again before it says so.
+
+    `kept`: nothing is ever removed from the stream, so a message that is not there any more is lost.
+    """
+    loss = await _compare(mesh, mark, kept=kept)
     for _ in range(LOOKS - 1):
         if loss is None:
             break
         await asyncio.sleep(BETWEEN_LOOKS_S)
-        loss = await _compare(mesh, mark)
+        loss = await _compare(mesh, mark, kept=kept)
     return loss
 
 
-async def _compare(mesh: Mesh, mark: Mark) -> str | None:
+async def _compare(mesh: Mesh, mark: Mark, *, kept: bool) -> str | None:
     stream = mark.stream
     try:
         info = await stream_info(mesh, stream)
@@ -82,7 +86,10 @@ async def _compare(mesh: Mesh, mark: Mark) -> str | None:
         return f"{stream} went back from {mark.last_seq:,} to {last:,}: the broker's storage lost acknowledged data"
     if mark.digest is not None:
         now = await _digest(mesh, stream, mark.last_seq)
-        if now is not None and now != mark.digest:
+        if now is None and kept:
+            lost = f"message number {mark.last_seq:,}"
+            return f"{stream} cannot give its {lost} any more: the broker's storage is damaged"
+        if isinstance(now, str) and now != mark.digest:
             return (
                 f"{stream} has another message as number {mark.last_seq:,} than before: the broker's storage lost "
                 "acknowledged data, and the numbers were given again"
@@ -90,13 +97,13 @@ async def _compare(mesh: Mesh, mark: Mark) -> str | None:
     return None
 
 
-async def _digest(mesh: Mesh, stream: str, sequence: int) -> str | None:
-    """SHA-256 of a message with its subject and headers; None if it is not there, or may not be read."""
+async def _digest(mesh: Mesh, stream: str, sequence: int) -> str | Unread | None:
+    """SHA-256 of a message with its subject and headers; None if it is not there, `Unread` if it may not be read."""
     if not sequence:
         return None
     message = await attempt(get_message(mesh, stream, sequence))
     if message is None or isinstance(message, Unread):
-        return None
+        return message
     digest = hashlib.sha256(message.subject.encode())
     for name, value in sorted(message.headers.items()):
         digest.update(f"\0{name}\0{value}".encode())

@@ -103,9 +103,18 @@ STREAM_RULES: Final[tuple[StreamRule, ...]] = (
     ),
     StreamRule(
         setting="discard_new_per_subject",
-        wrong=_set("discard_new_per_subject"),
+        wrong=lambda spec, config: (
+            bool(config.get("discard_new_per_subject")) and not spec.discard_new_per_subject
+        ),
         found="a job with many items is refused although the stream has room",
         mend="set max_msgs_per_subject: {wanted} and discard_new_per_subject: false",
+    ),
+    StreamRule(
+        setting="discard_new_per_subject",
+        wrong=lambda spec, config: spec.discard_new_per_subject and not config.get("discard_new_per_subject"),
+        found="a full mailbox drops its oldest messages, and tells nobody",
+        mend="set discard_new_per_subject: true",
+        stops=True,
     ),
     StreamRule(
         setting="max_msgs",

@@ -1,0 +1,1 @@
+"""Functions that come with Headrace and run as any other."""
