@@ -12,7 +12,7 @@ from typing import Any, Final
 from headrace.cli.supervisor.plan import SERVER as BROKER
 from headrace.client import AsyncClient
 from headrace.contracts import codec
-from headrace.contracts.topology import ConsumerSpec, StreamSpec
+from headrace.contracts.specs import ConsumerSpec, StreamSpec
 from headrace.mesh.jsapi import call, consumer_info, get_message, purge, stream_info
 from headrace.mesh.provision import create_consumer
 from tests.bench.fleet import Command, Durability, Fleet, Watch, loops

@@ -13,10 +13,10 @@ from msgspec import Raw
 from headrace.contracts.calls import CallMessage
 from headrace.contracts.errors import Refused
 from headrace.gateway.callees import Callee, read_body
-from headrace.gateway.conduct import NotYet
 from headrace.gateway.limits import LONGEST_S, Limits
 from headrace.gateway.records import Asked
 from headrace.gateway.turns import LINE, Turns
+from headrace.gateway.way import NotYet
 from headrace.mesh.callee_settings import CalleeSettings, PolicyRule
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.contracts.errors import Unavailable
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh import acks, jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery

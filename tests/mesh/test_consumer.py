@@ -10,7 +10,7 @@ import pytest
 
 from headrace.contracts import codec
 from headrace.contracts.errors import Refused, Unavailable
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery, PullConsumer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh import jsapi
 from headrace.mesh.connection import Mesh
 from headrace.mesh.heads import HeadPurge, head_run

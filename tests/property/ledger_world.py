@@ -26,12 +26,13 @@ from headrace.contracts.ledger import (
 )
 from headrace.gateway.book import Book
 from headrace.gateway.callees import Callee, Callees
-from headrace.gateway.conduct import Conductor, Later
+from headrace.gateway.conduct import Conductor
 from headrace.gateway.dialing import Attempted, Order
 from headrace.gateway.open_calls import OpenCall
 from headrace.gateway.records import Asked, Me
 from headrace.gateway.resolve import Resolver
 from headrace.gateway.verdicts import Seen
+from headrace.gateway.way import Later
 from headrace.mesh.callee_settings import CalleeSettings, PriceSettings
 from tests.gateway.memory_ledger import MemoryLedger
 

@@ -49,7 +49,7 @@ from headrace.contracts.messages import (
     TextPrompt,
 )
 from headrace.contracts.names import Lane
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import Delivery, PullConsumer
 from headrace.mesh.jsapi import JetStreamError, consumer_info

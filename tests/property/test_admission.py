@@ -222,8 +222,8 @@ def test_urgent_work_passes_a_bulk_backlog_and_bulk_does_not_starve(slots: int, 
         assert m.step(random) or m.running
     came = [lane for lane, _ in m.order[at:]]
     assert came.count(urgent) == 300
-    # 16 : 1 by weight; what was asked for before the urgent job came is on top.
-    assert came.count(bulk) <= 300 / 16 + slots + 2
+    # 16 : 1 by weight. On top: what was asked for before the urgent job came, and one refill before it was known.
+    assert came.count(bulk) <= 300 / 16 + slots + 4
     if slots < 16:
         assert came.count(bulk) >= 300 / 16 - slots - 2
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headrace.completion.patience import renewed
 from headrace.completion.store import Store
 from headrace.contracts.errors import HeadraceError
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import BatchConsumer, Delivery
 from headrace.mesh.settle import Settler

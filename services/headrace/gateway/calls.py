@@ -13,9 +13,9 @@ from headrace.contracts import codec
 from headrace.contracts.calls import CallAnswer, CallMessage
 from headrace.contracts.errors import HeadraceError, NotFound, Refused, Unavailable, Undecodable
 from headrace.contracts.mail import CALL_ANSWER, GATEWAY, Mail
-from headrace.gateway.conduct import Later
 from headrace.gateway.telemetry import traced
 from headrace.gateway.turns import Turns
+from headrace.gateway.way import Later
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import Delivery, PullConsumer
 from headrace.mesh.crash import crash_point

@@ -14,30 +14,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from headrace.contracts.account import CallView, advance, view_of
+from headrace.contracts.account import advance, view_of
 from headrace.contracts.calls import CallAnswer, CallMessage
 from headrace.contracts.errors import InvalidInput, NotFound, Refused
 from headrace.contracts.ledger import (
     DANGEROUS,
-    AttemptFailed,
     CallError,
-    CallOutcome,
-    CallRecord,
     Evidence,
-    Failed,
 )
 from headrace.contracts.messages import Blob
 from headrace.gateway import telemetry
 from headrace.gateway.answers import answer_of, conflict, in_progress, refused
 from headrace.gateway.book import Book
 from headrace.gateway.budgets import Budgets, reservations
-from headrace.gateway.callees import Callee, Callees, read_body, worst_case
+from headrace.gateway.callees import Callees, read_body, worst_case
 from headrace.gateway.dialing import Attempted, Dialer, Order
+from headrace.gateway.ends import Ends
 from headrace.gateway.keys import fingerprint
 from headrace.gateway.ledger import Ledger, Overtaken
 from headrace.gateway.records import (
@@ -45,77 +40,18 @@ from headrace.gateway.records import (
     SECOND_US,
     Asked,
     Me,
-    end_of,
-    given_up,
     intent_of,
     name_of,
-    superseded,
 )
+from headrace.gateway.standing import LOOK_AGAIN_S, Attempt, Standing
 from headrace.gateway.verdicts import Seen
-from headrace.mesh.connection import backoff_s
+from headrace.gateway.way import Denied, Gate, Later, NotYet, OtherBody, Place
 from headrace.mesh.crash import crash_point
 
 log = logging.getLogger("headrace.gateway")
 
-FOREVER_S = 10.0**9
-LOOK_AGAIN_S = 0.1
-"""How often an asker that waits for a call of somebody else looks at it."""
-
 PAUSE_HERE_S = 2.0
 """A longer pause before the next attempt is spent in the queue."""
-OWN_AGAIN_S = 1.0
-"""The same for a message whose lease lapsed while its gateway still works on it."""
-
-
-class Later(Struct, frozen=True):
-    """Not decided now: the message stays where it is, and is looked at again after `delay_s`."""
-
-    delay_s: float
-    awaiting: str = ""
-    """`approval` while a person has to answer."""
-    call: str = ""
-    """Id of the call that waits so."""
-
-
-class NotYet(Exception):
-    """The call goes back to the queue: no intent is written, nothing is taken."""
-
-    def __init__(self, later: Later) -> None:
-        super().__init__(f"not before {later.delay_s:g} s")
-        self.later = later
-
-
-class OtherBody(Exception):
-    """The key stands for another body, as what was said of it beside the ledger shows."""
-
-
-class Denied(Refused):
-    """A person said no: that stands in the evidence, however often it is asked again."""
-
-    code = "denied"
-
-
-class Gate(Protocol):
-    """Who may call what, and how much at once."""
-
-    async def admit(self, asked: Asked) -> Later | None:
-        """Raise `Refused` for what is denied; return `Later` while a person has yet to approve."""
-        ...
-
-    async def turn(self, asked: Asked) -> Callable[[], None]:
-        """Wait for a place at the callee; call what is returned when it is free again. Raise `NotYet` without one."""
-        ...
-
-
-class Place(Struct, frozen=True):
-    """A call and the sequence of its last record. `again`: a further attempt follows, after `pause_s`."""
-
-    view: CallView | None
-    seq: int
-    again: bool = False
-    pause_s: float = 0.0
-    live: CallOutcome | None = None
-    """What the callee just said, where its record says less."""
 
 
 class Conductor:
@@ -144,15 +80,15 @@ class Conductor:
         self._gate = gate
         self._dialer = dialer
         self._testify = testify
-        self._alive = alive
         self._keep = keep
         self._now_us = now_us
         self._pause = pause
         self._under_way: set[tuple[str, str]] = set()
         self._traces: dict[str, str] = {}
         """The trace of the call that an asking asks for, by its request."""
-        self._dialed: set[tuple[str, str, int]] = set()
-        """Attempts that were begun here and have no end yet."""
+        self._dialed: set[Attempt] = set()
+        self._ends = Ends(me=me, ledger=ledger, book=book, testify=testify, now_us=now_us)
+        self._standing = Standing(me=me, ends=self._ends, alive=alive, dialed=self._dialed, now_us=now_us)
 
     async def conduct(self, message: CallMessage) -> CallAnswer | Later:
         """Bring a call to where it can be answered. Raise `Unavailable` if the ledger is away: ask again then."""
@@ -217,7 +153,7 @@ class Conductor:
             if place.view is not None and place.view.request.fingerprint != asked.fingerprint:
                 return conflict(asked.call)
             if place.view is not None and not place.again:
-                standing = await self._standing(asked, place.view, place.seq)
+                standing = await self._standing.of(asked, place.view, place.seq)
                 if not isinstance(standing, Place):
                     return standing
                 place = standing
@@ -241,7 +177,7 @@ class Conductor:
             except Refused as e:
                 if place.view is None or place.view.state != "retrying":
                     raise
-                place = await self._give_up(place.view, place.seq, e)
+                place = await self._ends.give_up(place.view, place.seq, e)
             if not place.again:
                 return (
                     in_progress(asked.call) if place.view is None else answer_of(place.view, live=place.live)
@@ -261,68 +197,8 @@ class Conductor:
         if view is not None and view.request.fingerprint != asked.fingerprint:
             return conflict(asked.call)
         if view is not None and view.last.state == "open":
-            return self._meanwhile(asked.message, view)
+            return self._standing.meanwhile(asked.message, view)
         return Later(LOOK_AGAIN_S)
-
-    # --- where it stands ---------------------------------------------------------------------------
-    async def _standing(self, asked: Asked, view: CallView, seq: int) -> CallAnswer | Later | Place:
-        """The answer that the ledger has already; or the place from which the call goes on."""
-        end, callee = view.last.end, asked.callee
-        if view.last.state == "open":
-            return await self._open(asked, view, seq)
-        if view.last.state == "in_doubt":
-            if callee.effect in ("read", "idempotent"):
-                place = await self._write(view, seq, superseded(self._me, view, self._now_us()))
-                if place.again or place.view is None:
-                    return place
-                return await self._standing(asked, place.view, place.seq)
-            if callee.settings.repeat_charged and callee.effect == "cost_bearing":
-                return Place(view, seq)
-        elif view.state == "retrying" and (wait_s := self._retry_in_s(view)) > 0:
-            return Later(wait_s)
-        elif view.state == "retrying" or (
-            view.state == "failed" and isinstance(end, Failed) and end.retryable
-        ):
-            return Place(view, seq)
-        return answer_of(view, replayed=True)
-
-    def _retry_in_s(self, view: CallView) -> float:
-        """How long the callee asked to be left alone, as far as that is still to come."""
-        end = view.last.end
-        if not isinstance(end, AttemptFailed) or end.retry_after_us is None:
-            return 0.0
-        return (end.at_us + end.retry_after_us - self._now_us()) / SECOND_US
-
-    async def _open(self, asked: Asked, view: CallView, seq: int) -> CallAnswer | Later | Place:
-        """An intent without an end: of a living owner, of a dead one, or ours, and its answer was lost."""
-        intent = view.last.intent
-        mine = (intent.owner, intent.epoch) == (self._me.owner, self._me.epoch)
-        if mine and (view.tenant, view.call, intent.attempt) not in self._dialed:
-            return Place(view, seq)  # its answer was lost: it was never dialed
-        if (
-            not mine
-            and intent.lease_until_us > self._now_us()
-            and await self._alive(intent.owner, intent.epoch)
-        ):
-            return self._meanwhile(asked.message, view)
-        if asked.callee.settings.kind == "function":
-            return Place(view, seq)  # its result comes, whoever waits for it
-        error = CallError(type="owner_died", message="the gateway that made the call died while it was open")
-        place = await self._after(asked.callee, view, seq, Attempted(seen=Seen.DIED, error=error))
-        if place.again or place.view is None:
-            return place
-        return answer_of(place.view, replayed=True)
-
-    def _meanwhile(self, message: CallMessage, view: CallView) -> CallAnswer | Later:
-        """What an asking gets while the call is open.
-
-        The very message that it is open for, delivered once more, stays: if its gateway dies it is all that is left.
-        """
-        if message.request == view.last.intent.asked_by:
-            return Later(OWN_AGAIN_S)
-        if message.until_us is not None and message.until_us > self._now_us():
-            return Later(LOOK_AGAIN_S)
-        return answer_of(view)
 
     # --- before the call ---------------------------------------------------------------------------
     async def _begin(self, asked: Asked, place: Place, taken_s: float) -> Place | None:
@@ -379,7 +255,7 @@ class Conductor:
             )
             took_s = time.monotonic() - dialed_at
         crash_point("call-answered")
-        after = await self._after(asked.callee, view, place.seq, attempted)
+        after = await self._ends.after(asked.callee, view, place.seq, attempted)
         self._dialed.discard((view.tenant, view.call, intent.attempt))
         telemetry.attempt_ended(span, after.view, intent.attempt, self._me.owner)
         if took_s is not None:
@@ -394,39 +270,3 @@ class Conductor:
         except Exception as e:  # a fault of ours, after which the callee may have acted
             log.exception("an attempt broke", extra={"call": order.call, "callee": order.callee.name})
             return Attempted(seen=Seen.BROKEN, error=CallError(type="internal", message=type(e).__name__))
-
-    async def _after(self, callee: Callee, view: CallView, seq: int, attempted: Attempted) -> Place:
-        """Write what came of the last attempt."""
-        pause_s = backoff_s(len(view.attempts) - 1, base=0.2, cap=callee.settings.retry_cap_s)
-        pause_s = max(pause_s, attempted.retry_after_s or 0.0)
-        more = len(view.attempts) < callee.settings.max_attempts and pause_s <= callee.settings.retry_cap_s
-        record = end_of(self._me, callee, view, attempted, more=more, now_us=self._now_us())
-        place = await self._write(view, seq, record, attempted)
-        crash_point("end-acked")
-        return Place(place.view, place.seq, again=place.again, pause_s=pause_s)
-
-    async def _give_up(self, view: CallView, seq: int, why: Refused) -> Place:
-        error = CallError(type=why.code, message=str(why)[:2_048])
-        return await self._write(view, seq, given_up(self._me, view, error, self._now_us()))
-
-    async def _write(
-        self, view: CallView, seq: int, record: CallRecord, attempted: Attempted | None = None
-    ) -> Place:
-        """Write `record`, for as long as it takes. If somebody else was quicker, what we know becomes evidence."""
-        try:
-            seq = await self._book.write(record, view, seq, patience_s=FOREVER_S)
-        except Overtaken:
-            if attempted is not None:
-                log.warning(
-                    "a call was taken over meanwhile: its outcome is evidence", extra={"call": view.call}
-                )
-                await self._testify(
-                    Evidence(
-                        call=view.call, tenant=view.tenant, kind="late_outcome", attempt=view.last.intent.attempt,
-                        by=f"{self._me.owner}@{self._me.epoch}", outcome=attempted.outcome, usage=attempted.usage,
-                        error=None if attempted.outcome else attempted.error, at_us=self._now_us(),
-                    )
-                )  # fmt: skip
-            stored = await self._ledger.call(view.tenant, view.call)
-            return Place(view_of(stored.records), stored.seq)
-        return Place(advance(view, record), seq, again=isinstance(record, AttemptFailed))

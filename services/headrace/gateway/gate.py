@@ -12,10 +12,10 @@ from typing import Any
 
 from headrace.contracts.errors import Refused
 from headrace.gateway.approvals import Approvals
-from headrace.gateway.conduct import Denied, Later, OtherBody
 from headrace.gateway.limits import Limits
 from headrace.gateway.records import Asked
 from headrace.gateway.turns import Turns
+from headrace.gateway.way import Denied, Later, OtherBody
 from headrace.mesh.callee_settings import PolicyRule, PolicySettings
 
 SOON_S, LATE_S = 0.5, 10.0

@@ -93,6 +93,8 @@ class Connection:
                 else:
                     async with asyncio.timeout(timeout_s):
                         data = await self._reader.read(READ_BYTES)
+                if not data and self._h11.their_state is h11.SEND_RESPONSE:
+                    raise httpx.RemoteProtocolError("the server closed the connection without an answer")
                 self._h11.receive_data(data)
             except h11.RemoteProtocolError as e:
                 raise httpx.RemoteProtocolError(str(e)) from None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from headrace.contracts.errors import Refused
 from headrace.gateway.callees import worst_case
-from headrace.gateway.conduct import Later, NotYet
 from headrace.gateway.records import Asked
+from headrace.gateway.way import Later, NotYet
 from headrace.mesh.callee_settings import PolicyRule
 
 MINUTE_S = 60.0

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.gateway.callees import Callee
-from headrace.gateway.conduct import Later, NotYet
+from headrace.gateway.way import Later, NotYet
 
 LINE = 32
 """Calls that wait for one callee here; the others wait in the queue."""

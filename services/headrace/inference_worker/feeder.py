@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from headrace.contracts.names import Lane
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.inference_worker.lanes import LaneState, plan
 from headrace.inference_worker.ledger import TokenLedger
 from headrace.mesh.connection import Mesh

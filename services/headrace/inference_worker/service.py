@@ -12,7 +12,7 @@ from typing import Final
 
 from headrace.contracts.messages import FunctionSpec
 from headrace.contracts.names import Lane
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.inference_worker.cancellation import CancellationWatch
 from headrace.inference_worker.engine_host import EngineHost
 from headrace.inference_worker.engines.protocol import Engine

@@ -19,7 +19,7 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh import wire
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.wire import OutMessage

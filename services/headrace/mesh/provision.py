@@ -14,7 +14,7 @@ from headrace.contracts import codec
 from headrace.contracts.errors import Conflict, NotFound
 from headrace.contracts.messages import FunctionSpec
 from headrace.contracts.names import check_token
-from headrace.contracts.topology import ConsumerSpec, StreamSpec
+from headrace.contracts.specs import ConsumerSpec, StreamSpec
 from headrace.mesh.checks import consumer_rules, stream_rules
 from headrace.mesh.connection import Mesh
 from headrace.mesh.jsapi import (

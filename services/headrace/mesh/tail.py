@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from headrace.contracts.errors import HeadraceError, NotFound, Unavailable
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh.connection import Mesh, backoff_s
 from headrace.mesh.consumer import BatchConsumer
 from headrace.mesh.jsapi import JetStreamError, call, stream_info

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from headrace.contracts.errors import HeadraceError, Unavailable
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 from headrace.mesh.connection import Mesh
 from headrace.mesh.consumer import Delivery, PullConsumer
 from headrace.mesh.jsapi import StoredMessage, call, next_message, stream_info

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from headrace.contracts.api import Finding
-from headrace.contracts.topology import ConsumerSpec
+from headrace.contracts.specs import ConsumerSpec
 
 Config = Mapping[str, Any]
 HARMLESS: Final = frozenset({

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from headrace.contracts.api import Finding
 from headrace.contracts.errors import InvalidInput
-from headrace.contracts.topology import ConsumerSpec, Topology
+from headrace.contracts.specs import ConsumerSpec
+from headrace.contracts.topology import Topology
 from headrace.mesh.checks import consumer_rules
 from headrace.mesh.checks.findings import Unread, attempt, fail, ok, some, warn
 from headrace.mesh.checks.reading import Info, Reading

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from headrace.contracts.api import Finding
 from headrace.contracts.errors import Conflict, HeadraceError, NotFound, Unavailable
-from headrace.contracts.topology import ConsumerSpec, StreamSpec
+from headrace.contracts.specs import ConsumerSpec, StreamSpec
 from headrace.mesh.checks.backlog import wanted_leases
 from headrace.mesh.checks.consumers import lease_findings
 from headrace.mesh.checks.findings import Unread, attempt

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 from msgspec import Struct
 
 from headrace.contracts.api import Finding
-from headrace.contracts.topology import StreamSpec
+from headrace.contracts.specs import StreamSpec
 
 Config = Mapping[str, Any]
 HARMLESS: Final = frozenset({

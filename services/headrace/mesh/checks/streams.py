@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from headrace.contracts.api import Finding
-from headrace.contracts.topology import StreamSpec
+from headrace.contracts.specs import StreamSpec
 from headrace.mesh.checks import stream_rules
 from headrace.mesh.checks.findings import Unread, attempt, fail, ok, some, warn
 from headrace.mesh.checks.reading import Info, Reading
