@@ -34,6 +34,18 @@ types:
 bench *args:
     {{ bin }}/python -m tests.bench {{ args }}
 
+# 100 agents and 100,000 messages: rates of each lane, memory, and how fast a stop gets through
+bench-agents *args:
+    {{ bin }}/python -m tests.bench.agents {{ args }}
+
+# One job in the three modes of a function, and what each way to batch wastes
+bench-forge *args:
+    {{ bin }}/python -m tests.bench.forge {{ args }}
+
+# Agents that read a document while they are killed: just swarm --kills 20
+swarm *args:
+    {{ bin }}/python examples/swarm/run.py {{ args }}
+
 # What the gateway adds to a call, and how fast it recovers: just bench-gateway --litellm PATH
 bench-gateway *args:
     {{ bin }}/python -m tests.bench.gateway {{ args }}

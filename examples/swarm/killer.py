@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 from collections.abc import Sequence
 
@@ -46,17 +47,21 @@ async def kill_all(places: Places, plan: Sequence[Kill], progress: Progress) -> 
 
 
 async def revive(places: Places) -> int:
-    """Start again whoever died by itself, for ever; a supervisor's work. Cancel it, and it returns how many did."""
-    revived = 0
+    """Start again whoever ends by itself, as a supervisor does; cancelled, return how many died at a crash point.
+
+    The others could not start, because the broker was just away.
+    """
+    died = 0
     try:
         while True:
             for part in places.parts.values():
-                if part.revive():
-                    revived += 1
-                    say(f"  {part.name} died, and is started again")
+                code = part.revive()
+                if code is not None:
+                    say(f"  {part.name} {'died' if code < 0 else 'ended'}, and is started again")
+                    died += code == -signal.SIGKILL
             await asyncio.sleep(0.05)
     except asyncio.CancelledError:
-        return revived
+        return died
 
 
 def victims(agents: Sequence[str], others: Sequence[str], *, everything: bool) -> list[str]:

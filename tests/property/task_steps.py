@@ -355,7 +355,7 @@ class Completion:
         self.taken.set()
         if batch:
             with contextlib.suppress(Unavailable):  # not acked: they come again
-                await self.jobs._take(batch)
+                await self.jobs.take(batch)
         return len(batch)
 
     async def sweep(self) -> None:

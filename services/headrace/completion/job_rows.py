@@ -65,6 +65,12 @@ _FULL = f"""
 SELECT job, count, max_index FROM jobs
 WHERE state = 'sealed' AND count IS NOT NULL AND landed >= count AND job IN ({_NAMED})"""  # noqa: S608
 
+# Items that missed the deadline have failed because of it: such a job is the deadline's to end (`policy`), however
+# quickly its last item landed.
+_MISSED = f"""
+SELECT job FROM jobs AS j WHERE deadline_at <= make_timestamp($2::BIGINT) AND job IN ({_NAMED})
+    AND EXISTS (SELECT 1 FROM current_outcomes AS o WHERE o.job = j.job AND o.error_type = 'deadline')"""  # noqa: S608
+
 _BELOW = """SELECT count(DISTINCT "index") FROM current_outcomes WHERE job = $1 AND "index" < $2"""
 
 _FINISH = f"""
@@ -168,6 +174,9 @@ def finish_full(connection: Connection, jobs: Sequence[str]) -> list[JobComplete
     names = _json(jobs)
     found = connection.execute(_FULL, [names]).fetchall()
     full = [job for job, count, max_index in found if max_index < count or _has_all(connection, job, count)]
+    if full:
+        missed = {job for (job,) in connection.execute(_MISSED, [_json(full), now_us()]).fetchall()}
+        full = [job for job in full if job not in missed]
     if not full:
         return []
     connection.execute(_FINISH, [_json(full), now_us()])

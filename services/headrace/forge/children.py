@@ -110,8 +110,7 @@ class Child:
         number = self._next
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(frame(Ask(number, list(rows))))
-            await self._writer.drain()
+            await self._send(frame(Ask(number, list(rows))))
             async with asyncio.timeout(timeout_s):
                 answer = await future
         except TimeoutError:
@@ -127,6 +126,12 @@ class Child:
         if answer.kind is not None:
             raise BatchFailed(answer.kind, answer.message, passing=answer.passing, done=answer.outcomes)
         return answer.outcomes
+
+    async def _send(self, data: bytes) -> None:
+        if self._writer is None or self._writer.is_closing():  # it died, and nobody has noticed yet
+            raise BrokenPipeError
+        self._writer.write(data)
+        await self._writer.drain()
 
     def kill(self) -> None:
         """End it at once; its batches hear `Died`."""

@@ -211,7 +211,9 @@ class Book:
                     (seq,) = await self._ledger.append([Entry(ask.record, ask.expected)])
                     ask.future.set_result(seq)
                 except Overtaken:
-                    await self._moved_by(ask)
+                    if not await self._moved_by(ask):  # a reader that trails, or a ledger that went back
+                        await asyncio.sleep(backoff_s(attempt))
+                        attempt += 1
                 except Unavailable as e:
                     await asyncio.sleep(backoff_s(attempt))
                     attempt += 1

@@ -2,6 +2,9 @@
 
 Each asker's messages are stored all or none, and so is each batch. One that is refused says nothing of whose fault that
 is, so its parts are stored singly then, and each asker hears of its own. What the broker syncs, it syncs once a batch.
+
+Where it syncs nothing (`relaxed`), single messages go by themselves: the broker makes files for each batch, which costs
+it more than a few messages do.
 """
 
 from __future__ import annotations
@@ -33,10 +36,16 @@ class _Ask(Struct, frozen=True):
 
 
 class GroupStore:
-    """Stores into one stream, for all who share a connection."""
+    """Stores into one stream, for all who share a connection.
 
-    def __init__(self, mesh: Mesh, stream: str, *, timeout_s: float = 10.0) -> None:
+    `together`: single messages of several askers are stored as one batch; by default where the broker syncs each store.
+    """
+
+    def __init__(
+        self, mesh: Mesh, stream: str, *, timeout_s: float = 10.0, together: bool | None = None
+    ) -> None:
         self._mesh = mesh
+        self._together = mesh.settings.durability == "safe" if together is None else together
         self._stream = stream
         self._timeout_s = timeout_s
         self._waiting: list[_Ask] = []
@@ -48,6 +57,8 @@ class GroupStore:
         Raise `Refused` (too large), `JetStreamError` (nothing is stored; 10071: an expectation was wrong), or
         `Unavailable` (not known whether it is stored).
         """
+        if not self._together and len(members) == 1:
+            return await self._store(members)
         loop = asyncio.get_running_loop()
         size = sum(len(m.data) for m, _ in members)
         ask = _Ask(members, size, loop.create_future())
