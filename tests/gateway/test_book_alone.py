@@ -44,6 +44,26 @@ async def test_each_is_an_append_of_its_own_and_one_that_comes_too_late_is_the_o
     ]
 
 
+async def test_together_they_share_a_batch_and_one_that_comes_too_late_is_the_only_one(
+    ledger: MemoryLedger,
+) -> None:
+    book = Book(ledger, together=True)
+    assert await asyncio.gather(*(book.write(intent(f"a{n}"), None, 0) for n in range(6))) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    assert ledger.batches == [6]
+    await ledger.append([Entry(intent("c3", owner="other"), 0)])
+    got = await asyncio.gather(
+        *(book.write(intent(f"c{n}"), None, 0) for n in range(6)), return_exceptions=True
+    )
+    assert [type(x) for x in got] == [int, int, int, Overtaken, int, int]
+
+
 async def test_a_batch_that_is_held_up_holds_up_nobody_else(ledger: MemoryLedger) -> None:
     """A budget's batch finds the ledger away for a while; a record without a budget is written meanwhile."""
     await ledger.append([Entry(BudgetHead(tenant="t", budget="b", unit="calls", limit=9), 0)])

@@ -171,7 +171,7 @@ class Gateway:
         self.tasks: dict[asyncio.Task[Any], CallMessage] = {}
         self.side: set[asyncio.Task[Any]] = set()
         """Its recovery, and what it asks callees."""
-        self.book = Book(world.ledger)
+        self.book = Book(world.ledger, together=world.together)
         self._world = world
         me, dial = Me(name, epoch), Dial(world, Me(name, epoch))
         self.resolver = Resolver(
@@ -229,6 +229,8 @@ class World:
 
     def __init__(self, seed: int, *, limit: int = 10_000, tokens: int = 10**9, gateways: int = 2) -> None:
         self.rng = random.Random(seed)
+        self.together = seed % 2 == 0
+        """Whether gateways write what moves no budget in batches, too: as they do where the broker syncs."""
         self.loop = asyncio.new_event_loop()
         self.now_us = 1_000_000_000
         self.ledger = MemoryLedger()

@@ -1,11 +1,13 @@
 """Writing records with the budgets that they move: many calls in one atomic batch, one update for each head.
 
-A record that moves no budget is written by itself, at once: the broker takes it in a fraction of the time of a batch
-(measured: 20 µs of its CPU against 2 ms, since it stages each batch in a store of its own). Records that move budgets
-share batches: what is asked for while a batch is on its way goes into the next one, so under load a batch carries many
-calls, and alone a call waits for nobody. A batch is refused whole if anything in it came too late. Then the heads are
-read again: if one has moved, another gateway was quicker, and the batch is made anew from what the heads say now; if
-none has, it is a call that somebody else has moved, and each record is tried by itself.
+What is asked for while a batch is on its way goes into the next one, so under load a batch carries many calls, and
+alone a call waits for nobody. A batch is refused whole if anything in it came too late. Then the heads are read again:
+if one has moved, another gateway was quicker, and the batch is made anew from what the heads say now; if none has, it
+is a call that somebody else has moved, and each record is tried by itself.
+
+A record that moves no budget shares batches where the broker syncs each store (`safe`). Where it does not, it is
+written by itself, at once: the broker takes it in a fraction of the time of a batch (measured: 20 µs of its CPU
+against 2 ms, since it stages each batch in a store of its own).
 
 An append whose answer is lost is looked for in the ledger, by owner, epoch, attempt and kind, and only then repeated:
 the expected sequences keep the repeat from doubling anything.
@@ -60,10 +62,14 @@ class _Ask(Struct, eq=False):
 
 
 class Book:
-    """Writes to one ledger for one gateway. Calls of the same subject must not be written at the same time."""
+    """Writes to one ledger for one gateway. Calls of the same subject must not be written at the same time.
 
-    def __init__(self, ledger: Ledger) -> None:
+    `together`: records that move no budget are written in batches as well.
+    """
+
+    def __init__(self, ledger: Ledger, *, together: bool = False) -> None:
         self._ledger = ledger
+        self._together = together
         self._heads: dict[tuple[str, str], Head | None] = {}
         self._waiting: list[_Ask] = []
         self._writer: asyncio.Task[None] | None = None
@@ -81,7 +87,7 @@ class Book:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[int] = loop.create_future()
         ask = _Ask(record, view, expected, future, list(changes(view, record)), loop.time() + patience_s)
-        if not ask.moves:
+        if not ask.moves and not self._together:
             task = loop.create_task(self._write_alone(ask))
             self._alone.add(task)
             task.add_done_callback(self._alone.discard)

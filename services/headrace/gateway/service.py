@@ -93,7 +93,8 @@ class GatewayService(Service):
         owners = Owners(mesh)
         me = await owners.begin(name)
         ledger, evidence = StreamLedger(mesh, mark), EvidenceStream(mesh)
-        book, callees = Book(ledger), Callees(self.settings.callees)
+        book = Book(ledger, together=self.settings.durability == "safe")
+        callees = Callees(self.settings.callees)
         policy, concurrency = self.settings.policy, self.settings.gateway.concurrency
         keys = [c.api_key_env for c in self.settings.callees.values() if c.api_key_env]
         redactor = Redactor(policy.redact, keys)
