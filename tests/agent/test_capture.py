@@ -188,7 +188,7 @@ async def test_a_stop_without_a_broker_counts_what_is_lost(mesh: Mesh, nats_serv
     await until(lambda: not mesh.connected)
     for i in range(5_000):
         capture.record(f"r{i % 7}", "note", i)
-    await asyncio.sleep(0.2)  # some are taken from the buffer by now
+    await until(lambda: bool(capture.recorder._held))  # some are taken from the buffer, and on their way
     counts = await capture.stop(0.2)
     assert (counts.recorded, counts.captured, counts.dropped, counts.waiting) == (5_000, 0, 5_000, 0)
 

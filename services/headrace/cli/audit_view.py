@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-from headrace.cli.output import console, print_table, say
+from headrace.cli.live_view import LiveView
+from headrace.cli.output import print_table, say
 from headrace.cli.status import print_status
 from headrace.contracts.api import JobAudit, ShapeAccount, TenantAudit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
 
 LAW: Final = ("submitted", "ok", "failed", "dead", "cancelled", "queued", "landing")
 SHOWN_RANGES: Final = 20
 
 
-class AuditView:
+class AuditView(LiveView):
     """Shows each sample on standard error; used as a context so that the terminal is left in order.
 
     `quiet` shows troubles only: the samples themselves are printed as JSON.
     """
 
     def __init__(self, *, quiet: bool = False, live: bool | None = None) -> None:
+        super().__init__(live=False if quiet else live)
         self._quiet = quiet
-        self._use_live = (sys.stderr.isatty() if live is None else live) and not quiet
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if self._use_live:
-            from rich.live import Live
-
-            self._live = Live(console=console(stderr=True), auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def show(self, found: JobAudit | TenantAudit) -> None:
         """One sample."""
@@ -50,13 +33,6 @@ class AuditView:
             self._live.update(account_table(found), refresh=True)
         elif not self._quiet:
             say(line(found))
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
-        else:
-            say(text)
 
 
 def line(found: JobAudit | TenantAudit) -> str:

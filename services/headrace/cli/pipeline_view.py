@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-from headrace.cli.output import console, print_line, print_table, say, when_text
+from headrace.cli.live_view import LiveView
+from headrace.cli.output import print_line, print_table, say, when_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
 
     from headrace.contracts.pipeline import PipelineAudit, PipelineStatus, StageStatus
 
@@ -21,28 +19,13 @@ COLUMNS: Final = (
 LINE_EVERY_S: Final = 2.0
 
 
-class PipelineView:
+class PipelineView(LiveView):
     """Shows a pipeline on standard error as it runs; used as a context so that the terminal is left in order."""
 
     def __init__(self) -> None:
-        self._use_live = sys.stderr.isatty()
-        self._live: Live | None = None
+        super().__init__()
         self._last = ""
         self._next_line = 0.0
-
-    def __enter__(self) -> Self:
-        if self._use_live:
-            from rich.live import Live
-
-            self._live = Live(console=console(stderr=True), auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def show(self, found: PipelineStatus) -> None:
         """One reading."""
@@ -52,13 +35,6 @@ class PipelineView:
         text = line(found)
         if text != self._last and time.monotonic() >= self._next_line:
             self._last, self._next_line = text, time.monotonic() + LINE_EVERY_S
-            say(text)
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
-        else:
             say(text)
 
 

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from headrace.cli.output import clock_text, console, say
+from headrace.cli.live_view import LiveView
+from headrace.cli.output import clock_text, say
 from headrace.cli.watching import ENDED, Pace, terminal_items
 from headrace.contracts.api import JobStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
 
 LINE_EVERY_S = 5.0
 SAME_LINE_EVERY_S = 60.0
 
 
-class WatchView:
+class WatchView(LiveView):
     """Shows each reading; used as a context so that the terminal is left in order."""
 
     def __init__(self, *, live: bool | None = None) -> None:
+        super().__init__(live=live)
         self._pace = Pace()
-        self._use_live = sys.stderr.isatty() if live is None else live
-        self._live: Live | None = None
         self._next_line = 0.0
         self._last_line = ""
         self._repeat_at = 0.0
-
-    def __enter__(self) -> Self:
-        if self._use_live:
-            from rich.live import Live
-
-            self._live = Live(console=console(stderr=True), auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def show(self, status: JobStatus) -> None:
         """One reading."""
@@ -57,13 +40,6 @@ class WatchView:
             self._last_line = line
             self._next_line, self._repeat_at = now + LINE_EVERY_S, now + SAME_LINE_EVERY_S
             say(line)
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
-        else:
-            say(text)
 
     def line(self, status: JobStatus) -> str:
         """A reading in one line."""

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final
 
 from headrace.cli.chaos_kit.faults import Done
-from headrace.cli.output import clock_text, console, say
+from headrace.cli.live_view import LiveView
+from headrace.cli.output import clock_text, say
 from headrace.contracts.api import JobAudit
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 LINE_EVERY_S: Final = 5.0
 
 
-class ChaosView:
+class ChaosView(LiveView):
     """Shows samples and faults; used as a context so that the terminal is left in order."""
 
     def __init__(self, items: int) -> None:
+        super().__init__()
         self._items = items
         self._faults = 0
         self._began = time.monotonic()
         self._next_line = 0.0
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.live import Live
-
-            self._live = Live(console=console(stderr=True), auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def begin(self) -> None:
         """The run begins now: times are counted from here."""
@@ -60,13 +42,6 @@ class ChaosView:
         elif time.monotonic() >= self._next_line or not audit.balanced:
             self._next_line = time.monotonic() + LINE_EVERY_S
             say(line)
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
-        else:
-            say(text)
 
     def _line(self, a: JobAudit) -> str:
         landed = a.ok + a.failed + a.dead + a.cancelled
