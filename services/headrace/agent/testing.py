@@ -234,7 +234,13 @@ class BenchPort:
             )
         return self._answers[question.id]
 
-    def record(self, context: Context[Any], kind: str, name: str | None, data: Any) -> None:  # noqa: ARG002
+    def record(
+        self,
+        context: Context[Any],  # noqa: ARG002  (the port's form: all is of one message here)
+        kind: str,
+        name: str | None,
+        data: Any,
+    ) -> None:
         """Kept in `Done.records`: what the agent itself noted."""
         if kind == "note":
             self._done.records.append((name or "", data))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import Function, Json
+from headrace.cli.options import Column, Function, IdColumn, InputFormat, Json
 from headrace.cli.submit import FORMATS
 from headrace.cli.up import known_engine
 from headrace.contracts.errors import InvalidInput
@@ -81,15 +81,9 @@ def chaos(
     patience: Annotated[
         float, typer.Option("--patience", min=1, help="Seconds that the job may take after the faults.")
     ] = 120.0,
-    column: Annotated[
-        str | None,
-        typer.Option("--column", help="CSV, Parquet: the column with the prompts.", show_default=False),
-    ] = None,
-    id_column: Annotated[
-        str | None,
-        typer.Option("--id-column", help="CSV, Parquet: the column with the custom ids.", show_default=False),
-    ] = None,
-    input_format: Annotated[str, typer.Option("--format", help="auto, jsonl, csv or parquet.")] = "auto",
+    column: Column = None,
+    id_column: IdColumn = None,
+    input_format: InputFormat = "auto",
     rows: Annotated[
         bool, typer.Option("--rows", help="Each line is any JSON value, for a function that is no model.")
     ] = False,

@@ -26,3 +26,20 @@ Function = Annotated[str, typer.Option("--function", help="The registered functi
 Lane = Annotated[
     str, typer.Option("--lane", help="urgent, normal or bulk: urgent work passes a bulk backlog.")
 ]
+Progress = Annotated[
+    bool | None,
+    typer.Option("--progress/--no-progress", help="[default: on a terminal]", show_default=False),
+]
+Patience = Annotated[
+    float, typer.Option("--patience", min=0, help="Seconds to go on while nothing gets stored.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Take the good lines and report the bad ones.")]
+Column = Annotated[
+    str | None,
+    typer.Option("--column", help="CSV, Parquet: the column with the prompts.", show_default=False),
+]
+IdColumn = Annotated[
+    str | None,
+    typer.Option("--id-column", help="CSV, Parquet: the column with the custom ids.", show_default=False),
+]
+InputFormat = Annotated[str, typer.Option("--format", help="auto, jsonl, csv or parquet.")]

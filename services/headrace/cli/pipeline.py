@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.api import ask
 from headrace.cli.exit_codes import Exit
-from headrace.cli.options import Dir, Json, Url
+from headrace.cli.options import Dir, Json, Patience, Progress, Url
 from headrace.cli.output import print_json, print_line, print_table, say, when_text
 from headrace.cli.pipeline_view import PipelineView, print_pipeline, print_proof
 from headrace.cli.submitting import SubmitProgress
@@ -64,13 +64,8 @@ def run(
         bool, typer.Option("--skip-bad", help="Take the good lines and report how many are bad.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it until every stage has ended.")] = False,
-    patience: Annotated[
-        float, typer.Option("--patience", min=0, help="Seconds to go on while nothing gets stored.")
-    ] = 60.0,
-    progress: Annotated[
-        bool | None,
-        typer.Option("--progress/--no-progress", help="[default: on a terminal]", show_default=False),
-    ] = None,
+    patience: Patience = 60.0,
+    progress: Progress = None,
     folder: Dir = None,
     url: Url = None,
     json: Json = False,

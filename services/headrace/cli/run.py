@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.exit_codes import Exit
-from headrace.cli.options import Dir, Json, Lane, Url
+from headrace.cli.options import Dir, IdColumn, InputFormat, Json, Lane, Progress, SkipBad, Url
 from headrace.cli.output import print_json, print_line, say
 from headrace.cli.running import resolve, run_here, submit_rows
 from headrace.cli.submit import FORMATS, print_errors
@@ -60,9 +60,7 @@ def run(
         str | None,
         typer.Option("--job", help="submit: name of the job; the same name resumes it.", show_default=False),
     ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Take the good lines and report the bad ones.")
-    ] = False,
+    skip_bad: SkipBad = False,
     column: Annotated[
         str | None,
         typer.Option(
@@ -71,11 +69,8 @@ def run(
             show_default=False,
         ),
     ] = None,
-    id_column: Annotated[
-        str | None,
-        typer.Option("--id-column", help="CSV, Parquet: the column with the custom ids.", show_default=False),
-    ] = None,
-    input_format: Annotated[str, typer.Option("--format", help="auto, jsonl, csv or parquet.")] = "auto",
+    id_column: IdColumn = None,
+    input_format: InputFormat = "auto",
     lane: Lane = "normal",
     size: Annotated[
         str | None,
@@ -103,10 +98,7 @@ def run(
         str | None,
         typer.Option("--model", help="generate, classify: the engine's model.", show_default=False),
     ] = None,
-    progress: Annotated[
-        bool | None,
-        typer.Option("--progress/--no-progress", help="[default: on a terminal]", show_default=False),
-    ] = None,
+    progress: Progress = None,
     folder: Dir = None,
     url: Url = None,
     json: Json = False,

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exit_codes import Exit
-from headrace.cli.options import Dir, Function, Json, Lane, Url
+from headrace.cli.options import (
+    Column,
+    Dir,
+    Function,
+    IdColumn,
+    InputFormat,
+    Json,
+    Lane,
+    Patience,
+    Progress,
+    SkipBad,
+    Url,
+)
 from headrace.cli.output import print_json, print_line, say
 from headrace.cli.submitting import SubmitProgress, read_defaults, submit_file
 from headrace.cli.target import connect, find_settings, run_async
@@ -44,18 +56,10 @@ def submit(
     ] = None,
     function: Function = "generate",
     lane: Lane = "normal",
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Take the good lines and report the bad ones.")
-    ] = False,
-    column: Annotated[
-        str | None,
-        typer.Option("--column", help="CSV, Parquet: the column with the prompts.", show_default=False),
-    ] = None,
-    id_column: Annotated[
-        str | None,
-        typer.Option("--id-column", help="CSV, Parquet: the column with the custom ids.", show_default=False),
-    ] = None,
-    input_format: Annotated[str, typer.Option("--format", help="auto, jsonl, csv or parquet.")] = "auto",
+    skip_bad: SkipBad = False,
+    column: Column = None,
+    id_column: IdColumn = None,
+    input_format: InputFormat = "auto",
     rows: Annotated[
         bool, typer.Option("--rows", help="Each line is any JSON value, for a function that is no model.")
     ] = False,
@@ -99,13 +103,8 @@ def submit(
             show_default=False,
         ),
     ] = None,
-    patience: Annotated[
-        float, typer.Option("--patience", min=0, help="Seconds to go on while nothing gets stored.")
-    ] = 60.0,
-    progress: Annotated[
-        bool | None,
-        typer.Option("--progress/--no-progress", help="[default: on a terminal]", show_default=False),
-    ] = None,
+    patience: Patience = 60.0,
+    progress: Progress = None,
     folder: Dir = None,
     url: Url = None,
     json: Json = False,
